@@ -1,0 +1,1 @@
+"""Losses, advantages, sampling, the policy: torch and transformers, nothing of ranks, configs or environments."""

@@ -1,0 +1,153 @@
+"""Saving and resuming a run. A checkpoint is a folder that appears complete or not at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model, save_model
+
+from train.distributed import Ranks
+
+
+@dataclass(kw_only=True)
+class State:
+    """All that an iteration leaves to the next one beside model and optimizer.
+
+    Random numbers are functions of (seed, purpose, iteration, environment), so `iteration` is the state of all streams;
+    episodes never last longer than an iteration, so environments have none.
+    """
+
+    iteration: int = 0
+    kl_coef: float = 0.0
+    best_iteration: int | None = None
+    best_value: float | None = None
+
+
+def folder_of(checkpoints: Path, iteration: int) -> Path:
+    return checkpoints / f"checkpoint_{iteration}"
+
+
+def saved_iterations(checkpoints: Path) -> list[int]:
+    """Iterations that have a complete checkpoint, oldest first."""
+    numbers = (path.name.removeprefix("checkpoint_") for path in checkpoints.glob("checkpoint_*") if path.is_dir())
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def fsync(path: Path) -> None:
+    """Makes a file's or folder's content survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save(
+    checkpoints: Path,
+    state: State,
+    *,
+    model: torch.nn.Module,
+    optimizer: Any,
+    sampler: Any,
+    config: Mapping[str, Any],
+    ranks: Ranks,
+    keep_last: int,
+) -> None:
+    """Writes checkpoint_{iteration} aside, flushes it to disk, renames it; then removes old ones.
+
+    Every rank calls it; rank 0 writes. Raises OSError (disk full) with earlier checkpoints untouched.
+    """
+    error = None
+    if ranks.is_main:
+        try:
+            _write(checkpoints, state, model=model, optimizer=optimizer, sampler=sampler, config=config, ranks=ranks)
+            prune(checkpoints, keep_last, state.best_iteration)
+        except Exception as problem:  # also told to the other ranks, which would wait for ever
+            error = problem
+    message = ranks.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    if message is not None:
+        raise OSError(f"rank 0 could not save a checkpoint: {message}")
+
+
+def _write(
+    checkpoints: Path,
+    state: State,
+    *,
+    model: Any,
+    optimizer: Any,
+    sampler: Any,
+    config: Mapping[str, Any],
+    ranks: Ranks,
+) -> None:
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    aside = checkpoints / f".writing_{state.iteration}"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        save_model(model, str(aside / "model.safetensors"))
+        torch.save(optimizer.state_dict(), aside / "optimizer.pt")
+        torch.save({"priorities": torch.from_numpy(sampler.state_dict()["priorities"])}, aside / "sampler.pt")
+        described = {
+            "state": asdict(state),
+            "world_size": ranks.world_size,
+            "config": config,
+            "torch": torch.__version__,
+        }
+        (aside / "state.json").write_text(json.dumps(described, indent=1))
+        for path in (*aside.iterdir(), aside):
+            fsync(path)
+        final = folder_of(checkpoints, state.iteration)
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(aside, final)
+        fsync(checkpoints)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def prune(checkpoints: Path, keep_last: int, best_iteration: int | None) -> None:
+    """Removes all checkpoints but the last `keep_last` and the best."""
+    for iteration in saved_iterations(checkpoints)[:-keep_last]:
+        if iteration != best_iteration:
+            # Renamed first: a removal that is interrupted must not leave half a checkpoint under a good name.
+            doomed = checkpoints / f".removing_{iteration}"
+            os.rename(folder_of(checkpoints, iteration), doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def find(checkpoints: Path, resume: str) -> Path:
+    """The checkpoint that `--resume` means; "auto" is the newest of this run. Raises FileNotFoundError."""
+    if resume != "auto":
+        path = Path(resume)
+        if not (path / "state.json").is_file():
+            raise FileNotFoundError(
+                f"--resume {resume}: there is no checkpoint (a folder checkpoint_N with state.json)"
+            )
+        return path
+    saved = saved_iterations(checkpoints)
+    if not saved:
+        raise FileNotFoundError(f"--resume: there is no checkpoint in {checkpoints}; leave --resume out to start anew")
+    return folder_of(checkpoints, saved[-1])
+
+
+def load(path: Path, *, model: torch.nn.Module, optimizer: Any, sampler: Any, config: Any, ranks: Ranks) -> State:
+    """Puts a checkpoint back into model, optimizer and sampler. Every rank reads.
+
+    Raises ValueError if it was written under another configuration or number of ranks.
+    """
+    described = json.loads((path / "state.json").read_text())
+    if differing := config.differences(described["config"]):
+        raise ValueError(f"{path} was written under another configuration; these keys differ: {', '.join(differing)}")
+    if described["world_size"] != ranks.world_size:
+        raise ValueError(f"{path} was written by {described['world_size']} ranks; this run has {ranks.world_size}")
+    load_model(model, str(path / "model.safetensors"), device=str(ranks.device))
+    optimizer.load_state_dict(torch.load(path / "optimizer.pt", map_location=ranks.device, weights_only=True))
+    sampler.load_state_dict({"priorities": torch.load(path / "sampler.pt", weights_only=True)["priorities"].numpy()})
+    return State(**described["state"])

@@ -1,0 +1,47 @@
+"""The end of a run: the trained model as others load it, its card, and the table of results."""
+
+import sys
+from pathlib import Path
+
+from train import tracking
+from train.setup import Run
+
+
+def finish(run: Run) -> None:
+    """Saves model, tokenizer and card into the run's folder `model`, and prints the results before and after."""
+    if run.ranks.is_main:
+        target = run.folder / "model"
+        actor_critic = run.ranks.unwrap(run.model)
+        actor_critic.policy.save_pretrained(target)
+        run.tokenizer.save_pretrained(target)
+        table = tracking.results_table(run.folder)
+        (target / "README.md").write_text(model_card(run, table))
+        run.tracker.say(f"{table}\nmodel: {target}\nmetrics: {run.folder / 'metrics.jsonl'}")
+    run.ranks.barrier()
+
+
+def model_card(run: Run, table: str) -> str:
+    """What was trained, how to repeat it, and what came out."""
+    config = run.config
+    tokens = config.alg.args.n_steps * config.env.n_envs * run.ranks.world_size
+    return f"""---
+base_model: {config.alg.policy.args.model_name}
+library_name: transformers
+tags: [reinforcement-learning, rl4lms-scale, {config.alg.id}]
+---
+# {config.tracking.experiment_name}
+
+`{config.alg.policy.args.model_name}` trained with {config.alg.id.upper()} for {run.state.iteration} iterations of \
+{tokens} tokens on the task `{config.datapool.id}` with the \
+reward `{config.reward_fn.id}` (seed {config.alg.args.seed}, {run.ranks.world_size} process(es)).
+
+Command, in the folder {Path.cwd()}:
+
+    {" ".join(sys.argv)}
+
+The full configuration is in the run's config.json.
+
+```
+{table.strip()}
+```
+"""

@@ -1,0 +1,295 @@
+"""Builds everything a run needs out of its configuration, and checks that the parts fit."""
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from algorithms.policy import ActorCritic, LanguageModel, load_actor_critic, load_reference, parameter_groups
+from algorithms.sampling import SamplingSpec
+from envs import registry
+from envs.metrics import METRICS
+from envs.rewards import REWARDS
+from envs.samples import write_samples
+from envs.streams import generator
+from envs.tasks import TASKS
+from envs.vector import TextVectorEnv
+from train import checkpoint, tracking
+from train.config import Config
+from train.config_types import flatten
+from train.distributed import Ranks
+from train.loading import check_model_name, load_tokenizer, prompt_limit
+from train.rollout import Sampler
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run on one rank: what its loop and its evaluation work with."""
+
+    config: Config
+    ranks: Ranks
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    model: Any  # ActorCritic in the strategy's wrapper
+    optimizer: Any
+    reference: LanguageModel
+    sampler: Sampler
+    metrics: list[Any]
+    clock: tracking.Clock
+    resources: tracking.Resources
+    tracker: tracking.Tracker
+    state: checkpoint.State
+
+    def note_best(self, metrics: dict[str, float]) -> None:
+        """Remembers whether this iteration is the best so far by train_evaluation.best_metric."""
+        spec = self.config.train_evaluation
+        value, best = metrics[spec.best_metric], self.state.best_value
+        if best is None or (value > best if spec.higher_is_better else value < best):
+            self.state = replace(self.state, best_iteration=self.state.iteration, best_value=value)
+
+    def is_best(self) -> bool:
+        """Whether the iteration just done is the best so far."""
+        return self.state.best_iteration == self.state.iteration
+
+    def save(self) -> None:
+        """Writes a checkpoint of the current state."""
+        with self.clock("checkpoint"):
+            checkpoint.save(
+                self.folder / "checkpoints",
+                self.state,
+                model=self.ranks.unwrap(self.model),
+                optimizer=self.optimizer,
+                sampler=self.sampler.envs.sampler,
+                config=self.config.to_dict(),
+                ranks=self.ranks,
+                keep_last=self.config.train_evaluation.keep_last,
+            )
+
+
+@contextlib.contextmanager
+def start(config: Config) -> Iterator[Run]:
+    """A run, fresh or resumed; closes workers and trackers in any case. Raises ValueError for parts that do not fit."""
+    reuse_freed_memory()
+    folder = run_folder(config)
+    ranks = Ranks(timeout_s=config.distributed.timeout_s, trackers=config.tracking.trackers, logging_dir=str(folder))
+    with contextlib.ExitStack() as stack:
+        stack.callback(ranks.finish)
+        with claimed(folder, config, ranks) as checkpoint_path:
+            run = build(config, ranks, folder, stack)
+            if checkpoint_path is not None:
+                resume(run, checkpoint_path)
+            run.tracker = tracking.Tracker(
+                folder, ranks, n_iters=config.train_evaluation.n_iters, done=run.state.iteration
+            )
+            stack.callback(run.tracker.close)
+        yield run
+
+
+def build(config: Config, ranks: Ranks, folder: Path, stack: contextlib.ExitStack) -> Run:
+    """All parts of a run as they are before its first iteration."""
+    args = config.alg.policy.args
+    tokenizer = load_tokenizer(config)
+    check_model_name(args.model_name)
+    torch.manual_seed(int(generator(config.alg.args.seed, "model").integers(2**62)))
+    options = {"dtype": getattr(torch, args.dtype), "logits_chunk_mb": args.logits_chunk_mb}
+    actor_critic = load_actor_critic(
+        args.model_name,
+        value_model=args.value_model,
+        gradient_checkpointing=args.gradient_checkpointing,
+        **options,
+    )
+    sampler = make_sampler(config, ranks, folder, tokenizer, actor_critic.policy)
+    stack.callback(sampler.envs.close)
+    measured = config.train_evaluation.metrics
+    metrics = [registry.build(m.id, m.args, METRICS, "metric", given=("episodes",)) for m in measured]
+    model, optimizer = ranks.prepare(actor_critic, make_optimizer(config, actor_critic))
+    ranks.start_trackers(config.tracking.project_name, flatten(config.to_dict()))
+    return Run(
+        config=config,
+        ranks=ranks,
+        folder=folder,
+        tokenizer=tokenizer,
+        model=model,
+        optimizer=optimizer,
+        reference=load_reference(args.model_name, **options).to(ranks.device),
+        sampler=sampler,
+        metrics=metrics,
+        clock=tracking.Clock(ranks.device),
+        resources=tracking.Resources(ranks.device),
+        tracker=tracking.Tracker(folder, ranks, n_iters=0),
+        state=checkpoint.State(kl_coef=config.alg.kl_div.coeff),
+    )
+
+
+def resume(run: Run, path: Path) -> None:
+    """Puts the run where the checkpoint was, its files included."""
+    run.state = checkpoint.load(
+        path,
+        model=run.ranks.unwrap(run.model),
+        optimizer=run.optimizer,
+        sampler=run.sampler.envs.sampler,
+        config=run.config,
+        ranks=run.ranks,
+    )
+    if run.ranks.is_main:
+        tracking.forget_after(run.folder, run.state.iteration)
+        print(f"resumed from {path} after iteration {run.state.iteration}", flush=True)
+    run.ranks.barrier()
+
+
+def make_optimizer(config: Config, model: ActorCritic) -> torch.optim.Optimizer:
+    """The optimizer of policy and critic, with a learning rate for each."""
+    args, policy = config.alg.args, config.alg.policy.args
+    groups = parameter_groups(
+        model,
+        learning_rate=args.learning_rate,
+        critic_learning_rate=args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate,
+        weight_decay=policy.weight_decay,
+    )
+    optimizers = {name: f"torch.optim:{name}" for name in ("AdamW", "Adam", "RMSprop", "SGD", "Adagrad", "Adadelta")}
+    kind = registry.resolve(policy.optimizer_class, optimizers, "alg.policy.args.optimizer_class")
+    try:
+        optimizer: torch.optim.Optimizer = kind(groups, **policy.optimizer_kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"alg.policy.args.optimizer_kwargs {policy.optimizer_kwargs}: {error}") from error
+    return optimizer
+
+
+def make_sampler(
+    config: Config, ranks: Ranks, folder: Path, tokenizer: PreTrainedTokenizerBase, policy: LanguageModel
+) -> Sampler:
+    """The environments with their workers, and how responses are sampled."""
+    env, generation = config.env, config.alg.policy.args.generation_kwargs
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    device_reward = None
+    target = registry.resolve(config.reward_fn.id, REWARDS, "reward")
+    if getattr(target, "on_device", False):
+        given = {**config.reward_fn.args, "device": ranks.device}
+        device_reward = registry.build(config.reward_fn.id, given, REWARDS, "reward", given=("episodes",))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    first_env = ranks.rank * env.n_envs
+    envs = TextVectorEnv(
+        env.n_envs,
+        env.n_workers or min(env.n_envs, max(1, cores // ranks.local_world_size)),
+        init={
+            **write_data(config, ranks, folder, tokenizer),
+            "reward": {"id": config.reward_fn.id, "args": config.reward_fn.args},
+            "env": {
+                "vocab_size": policy.vocab_size,
+                "eos_token_ids": eos,
+                "pad_token_id": tokenizer.pad_token_id,
+                "max_prompt_length": prompt_limit(config, tokenizer, policy),
+                "max_episode_length": env.args.max_episode_length,
+                "terminate_on_eos": env.args.terminate_on_eos,
+                "context_start_token": env.args.context_start_token,
+                "prompt_truncation_side": env.args.prompt_truncation_side,
+                "priority_scale": env.args.priority_scale,
+                "empty_prompt_token": next(iter([x for x in (tokenizer.bos_token_id, *eos) if x is not None]), None),
+            },
+        },
+        timeout=env.timeout,
+        max_failures=env.max_worker_failures,
+        first_env=first_env,
+        seed=config.alg.args.seed,
+    )
+    return Sampler(
+        envs=envs,
+        spec=SamplingSpec(
+            max_new_tokens=env.args.max_episode_length,
+            min_new_tokens=generation.min_new_tokens,
+            temperature=generation.temperature,
+            top_k=generation.top_k or 0,
+            top_p=generation.top_p,
+        ),
+        eos_token_ids=eos,
+        stop_on_eos=env.args.terminate_on_eos,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=config.alg.args.seed,
+        first_env=first_env,
+        device_reward=device_reward,
+    )
+
+
+def write_data(config: Config, ranks: Ranks, folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Samples and tokenizer as files for the workers, written by rank 0; returns their paths."""
+    data = folder / "data"
+    problem = None
+    if ranks.is_main:
+        try:
+            data.mkdir(parents=True, exist_ok=True)
+            task = registry.build(config.datapool.id, config.datapool.args, TASKS, "task", given=("split",))
+            for split in SPLITS:
+                write_samples(data / f"{split}.jsonl", task(split=split))
+            tokenizer.backend_tokenizer.save(str(data / "tokenizer.json"))
+        except Exception as error:  # the other ranks wait for these files: they have to stop too
+            problem = error
+    if ranks.broadcast(problem is not None):
+        raise problem or RuntimeError("rank 0 could not prepare the data; its message says why")
+    splits = {split: str(data / f"{split}.jsonl") for split in SPLITS}
+    return {"tokenizer": str(data / "tokenizer.json"), "splits": splits}
+
+
+def run_folder(config: Config) -> Path:
+    """output_dir/project_name/experiment_name."""
+    where = config.tracking
+    return Path(where.output_dir) / where.project_name / where.experiment_name
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, config: Config, ranks: Ranks) -> Iterator[Path | None]:
+    """Makes the folder this run's; yields the checkpoint to resume from, or None for a fresh run.
+
+    Raises ValueError if it holds another run and neither --resume nor --overwrite was given, FileNotFoundError if there
+    is nothing to resume. If the context fails, a fresh folder is free again.
+    """
+    resume, found, problem = config.run.resume, None, None
+    mark = folder / "config.json"
+    fresh = resume in (None, "never")
+    if ranks.is_main:
+        try:
+            if not fresh:
+                found = checkpoint.find(folder / "checkpoints", resume)
+            elif config.run.overwrite and mark.is_file():
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            with mark.open("x" if fresh else "w") as file:
+                json.dump(config.to_dict(), file, indent=1)
+        except FileExistsError:
+            problem = ValueError(
+                f"{folder} holds another run: give --resume, --overwrite, or another tracking.experiment_name"
+            )
+        except Exception as error:
+            problem = error
+    found, failed = ranks.broadcast((found, problem is not None))
+    if failed:
+        raise problem or RuntimeError("rank 0 could not take the run's folder; its message says why")
+    try:
+        yield found
+    except BaseException:
+        if fresh and ranks.is_main:
+            mark.unlink(missing_ok=True)
+        raise
+
+
+def reuse_freed_memory() -> None:
+    """Makes glibc keep freed blocks of any size.
+
+    Training frees and takes the same large tensors all the time, and fresh pages cost more than the arithmetic on them:
+    10-15 % of an iteration on CPU (GPT-2, 4 × 256). No effect on other systems.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(-4, 0)  # M_MMAP_MAX: no block of its own for each large allocation
+            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: keep what is free at the top of the heap
