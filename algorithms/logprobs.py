@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 
@@ -18,17 +19,19 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         chosen = z.gather(1, ids[:, None]).squeeze(1)
-        restricted = z if mask is None else z.masked_fill(~mask, -torch.inf)
-        top = restricted.amax(1, keepdim=True)
-        exponentials = (restricted - top).exp_()
+        shifted = z if mask is None else z.masked_fill(~mask, -torch.inf)
+        top = shifted.amax(1, keepdim=True)
+        shifted = shifted - top  # before any sum: large logits would cost digits
+        exponentials = shifted.exp()
         total = exponentials.sum(1)
-        log_total = total.log() + top.squeeze(1)
-        # The dot product is with the finite z: excluded tokens give 0 · z = 0, not 0 · -inf.
-        entropy = log_total - torch.einsum("nv,nv->n", exponentials, z) / total
+        log_total = total.log()
+        # Excluded tokens give 0 · -inf, which nansum drops; a real NaN is still in log_total.
+        entropy = log_total - shifted.mul_(exponentials).nansum(1) / total
         ctx.save_for_backward(ids, total, entropy, exponentials)
-        return chosen - log_total, entropy
+        return chosen - top.squeeze(1) - log_total, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ids, total, entropy, gradient = ctx.saved_tensors  # overwritten below: autograd refuses a second backward
         grad_logp, grad_entropy = grads

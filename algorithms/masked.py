@@ -43,4 +43,4 @@ def whiten(x: Tensor, mask: Tensor, total: Tensor, *, unbiased: bool = True) -> 
     `total` holds the moments of everything that shares the normalisation (all ranks, not just this one).
     """
     mean, std = mean_and_std(total, unbiased=unbiased)
-    return torch.where(mask, ((x - mean) / (std + EPSILON)).to(x.dtype), 0)
+    return torch.where(mask, ((torch.where(mask, x, 0) - mean) / (std + EPSILON)).to(x.dtype), 0)

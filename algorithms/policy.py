@@ -81,9 +81,12 @@ class LanguageModel(nn.Module):
             head, inputs = self.lm.get_output_embeddings(), states
         else:
             place = {"position_ids": positions(mask)} if self.needs_positions else {}
-            out = self.lm(ids, attention_mask=mask, use_cache=False, output_hidden_states=True, **place)
-            states = out.hidden_states[-1][:, prompt_ids.shape[1] - 1 :]
-            head, inputs = nn.Identity(), out.logits[:, prompt_ids.shape[1] - 1 :]
+            kept = response_ids.shape[1] + 1
+            out = self.lm(
+                ids, attention_mask=mask, use_cache=False, output_hidden_states=True, logits_to_keep=kept, **place
+            )
+            states = out.hidden_states[-1][:, -kept:]
+            head, inputs = nn.Identity(), out.logits[:, -kept:]
         counted = response_mask.nonzero(as_tuple=True)
         packed = None if action_mask is None else action_mask[counted]
         results = token_logprobs(
@@ -171,7 +174,10 @@ def join(prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> tuple
 
 @torch.no_grad()
 def _head_is_plain(lm: PreTrainedModel) -> bool:
-    """Whether logits are exactly head(trunk(ids)), seen by running both on two tokens."""
+    """Whether logits are exactly head(trunk(ids)), seen by running both on two tokens.
+
+    The head gets states a thousand times too large: soft-capping hardly changes the small logits of a fresh model.
+    """
     head = lm.get_output_embeddings()
     if head is None or lm.base_model is lm:
         return False
@@ -179,7 +185,12 @@ def _head_is_plain(lm: PreTrainedModel) -> bool:
     was_training = lm.training
     lm.eval()
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-    whole, parts = lm(**inputs).logits, head(lm.base_model(**inputs).last_hidden_state)
+    hook = head.register_forward_pre_hook(lambda module, args: (args[0] * 1000, *args[1:]))
+    try:
+        whole = lm(**inputs).logits
+    finally:
+        hook.remove()
+    parts = head(lm.base_model(**inputs).last_hidden_state * 1000)
     lm.train(was_training)
     return whole.shape == parts.shape and torch.allclose(whole, parts, rtol=1e-4, atol=1e-5)
 

@@ -47,7 +47,8 @@ def value_loss(
     predicted = values
     if clip_range_vf is not None:
         predicted = old_values + (values - old_values).clamp(-clip_range_vf, clip_range_vf)
-    loss = masked_sum((predicted - returns) ** 2, response_mask)
+    error = torch.where(response_mask, predicted - returns, 0)  # before the square: its gradient at NaN is NaN · 0
+    loss = (error**2).sum()
     return loss, {"loss/value": (loss.detach(), response_mask.sum())}
 
 

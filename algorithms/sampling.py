@@ -83,11 +83,13 @@ def invert_cdf(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
 
     Cheaper than `torch.multinomial` at large V, and a pure function of its arguments.
     """
-    cdf = (logits / temperature).softmax(1).cumsum(1)
+    # In float32, on a GPU, sums of zeros may differ in the last digit and so give mass to tokens that have none.
+    cdf = (logits / temperature).softmax(1).cumsum(1, dtype=torch.float64)
     total = cdf[:, -1]
     # Rounding may lift u·total to total itself, where no entry is larger; step back to the last one that has mass.
     threshold = torch.minimum(uniforms.to(cdf) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, threshold[:, None], right=True).squeeze(1)
+    # NaN logits give the last token, not one outside the vocabulary: scoring says what is wrong, a device assert not.
+    return torch.searchsorted(cdf, threshold[:, None], right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
 
 
 class _PreallocatedLayer(DynamicLayer):
@@ -124,6 +126,14 @@ def _empty_cache(lm: PreTrainedModel, capacity: int) -> DynamicCache:
     cache = DynamicCache(config=lm.config)
     cache.layers = [_PreallocatedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def _keep_rows(cache: DynamicCache, keep: Tensor) -> bool:
+    """Drop all other rows from the cache. False, and nothing done, where a layer (of a state-space model) cannot."""
+    if not all(hasattr(layer, "batch_select_indices") for layer in cache.layers):
+        return False
+    cache.batch_select_indices(keep)
+    return True
 
 
 def takes_position_ids(lm: PreTrainedModel) -> bool:
@@ -170,6 +180,8 @@ def sample_responses(
         end = width + step
         place = {"position_ids": position_ids[rows, start:end]} if needs_positions else {}
         out = lm(tokens, attention_mask=mask[rows, :end], cache=cache, use_cache=True, logits_to_keep=1, **place)
+        if cache.get_seq_length() != end:
+            raise ValueError(f"{type(lm).__name__} keeps no key-value cache: no responses can be sampled from it")
         logits, start = out.logits[:, -1].float(), end
         if spec.restricts:
             allowed = allowed_tokens(logits, step, spec, eos_token_ids)
@@ -182,9 +194,7 @@ def sample_responses(
         living = int(alive.sum())
         if living == 0:
             break
-        if living <= 0.75 * len(rows):
-            keep = alive.nonzero().squeeze(1)
-            cache.batch_select_indices(keep)
+        if living <= 0.75 * len(rows) and _keep_rows(cache, keep := alive.nonzero().squeeze(1)):
             rows, token, alive = rows[keep], token[keep], alive[keep]
         tokens = token[:, None]
     return Responses(ids=ids, lengths=lengths, action_mask=_stack_steps(packed, spec) if packed else None)

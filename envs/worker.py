@@ -88,7 +88,7 @@ class Worker:
             episode = self._start(self.samples[message["split"]][index])
             terminated = self.rules.ends_with_eos(ids)
             values = contract.extend(episode, ids, terminated=terminated, truncated=not terminated, reward=step_reward)
-            scores.append(sum(values))
+            scores.append(sum(values, 0.0))
             episodes.append(episode)
         if self.reward_kind == "batched":
             scores = contract.call_batched(self.rules.reward, episodes)

@@ -83,7 +83,8 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)  # also ends a stopped process; it leads its own session
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may still hold it, in a file system call
+                self._process.wait(grace + 1)
             return "did not end by itself and was killed"
         if code < 0:
             return f"was killed by signal {-code} ({signal.strsignal(-code)})"

@@ -186,7 +186,9 @@ def prepare(out: Path, limit: int | None = None, seed: int = 0) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.quickstart", description=__doc__.splitlines()[0])
-    command = parser.add_subparsers(dest="command", required=True).add_parser("prepare", help="write data, model, reward")
+    command = parser.add_subparsers(dest="command", required=True).add_parser(
+        "prepare", help="write data, model, reward"
+    )
     command.add_argument("--out", type=Path, default=Path("runs/quickstart/assets"), help="folder to write to")
     command.add_argument("--limit", type=int, help="use only so many reviews: faster, for tests")
     command.add_argument("--seed", type=int, default=0, help="of the splits, prompt lengths and the model's weights")

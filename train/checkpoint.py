@@ -66,7 +66,7 @@ def save(
     if ranks.is_main:
         try:
             _write(checkpoints, state, model=model, optimizer=optimizer, sampler=sampler, config=config, ranks=ranks)
-            prune(checkpoints, keep_last, state.best_iteration)
+            prune(checkpoints, keep_last, state)
         except Exception as problem:  # also told to the other ranks, which would wait for ever
             error = problem
     message = ranks.broadcast(None if error is None else f"{type(error).__name__}: {error}")
@@ -112,10 +112,17 @@ def _write(
         raise
 
 
-def prune(checkpoints: Path, keep_last: int, best_iteration: int | None) -> None:
-    """Removes all checkpoints but the last `keep_last` and the best."""
-    for iteration in saved_iterations(checkpoints)[:-keep_last]:
-        if iteration != best_iteration:
+def prune(checkpoints: Path, keep_last: int, state: State) -> None:
+    """Removes all checkpoints but the last `keep_last` and the best, and what killed runs left half done.
+
+    Later ones than the state's go too: they are of a run from which this one went back to an earlier checkpoint.
+    """
+    for leftover in (*checkpoints.glob(".writing_*"), *checkpoints.glob(".removing_*")):
+        shutil.rmtree(leftover, ignore_errors=True)
+    saved = saved_iterations(checkpoints)
+    kept = {*[iteration for iteration in saved if iteration <= state.iteration][-keep_last:], state.best_iteration}
+    for iteration in saved:
+        if iteration not in kept:
             # Renamed first: a removal that is interrupted must not leave half a checkpoint under a good name.
             doomed = checkpoints / f".removing_{iteration}"
             os.rename(folder_of(checkpoints, iteration), doomed)

@@ -13,6 +13,7 @@ from algorithms.sampling import SamplingSpec, sample_responses
 from envs.episode import Episode
 from envs.rewards.contract import call_batched
 from envs.streams import generator, uniforms
+from train.config_loader import unknown
 from train.setup import Run
 
 Row = dict[str, Any]
@@ -36,13 +37,22 @@ def evaluate(run: Run, split: str, iteration: int) -> dict[str, float]:
         if run.ranks.is_main:
             try:
                 metrics = measure(run, split, rows)
-                run.tracker.log_evaluation(split, metrics, [_prediction(row, split) for row in rows], iteration)
+                predictions = [_prediction(row, split) for row in rows]
+                n_shown = run.config.train_evaluation.n_logged_samples
+                run.tracker.log_evaluation(split, metrics, predictions, iteration, n_shown)
             except Exception as error:  # the other ranks wait for the metrics: they have to stop too
                 problem = error
         metrics, failed = run.ranks.broadcast((metrics, problem is not None))
         if failed:
             raise problem or RuntimeError("rank 0 failed in the evaluation; its message says why")
     return metrics
+
+
+def check_best_metric(run: Run, metrics: dict[str, float]) -> None:
+    """Raises ValueError if train_evaluation.best_metric is none of the `metrics` of an evaluation."""
+    name = run.config.train_evaluation.best_metric
+    if name not in metrics:
+        raise ValueError(f"train_evaluation.best_metric: {unknown('metric', name, metrics)}")
 
 
 def _evaluate_batch(run: Run, split: str, indices: Iterable[int]) -> list[Row]:
@@ -94,7 +104,7 @@ def measure(run: Run, split: str, rows: list[Row]) -> dict[str, float]:
     for metric in run.metrics:
         for name, (values, corpus) in metric(episodes).items():
             metrics[name] = float(corpus)
-            for row, value in zip(rows, values or [], strict=False):
+            for row, value in zip(rows, ["n/a"] * n if values is None else values, strict=True):
                 row[name] = value
     return metrics
 

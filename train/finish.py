@@ -15,7 +15,7 @@ def finish(run: Run) -> None:
         actor_critic.policy.save_pretrained(target)
         run.tokenizer.save_pretrained(target)
         table = tracking.results_table(run.folder)
-        (target / "README.md").write_text(model_card(run, table))
+        (target / "README.md").write_text(model_card(run, table), "utf-8")
         run.tracker.say(f"{table}\nmodel: {target}\nmetrics: {run.folder / 'metrics.jsonl'}")
     run.ranks.barrier()
 

@@ -15,10 +15,10 @@ from algorithms.ppo import max_ratio, ppo_loss
 from envs.streams import generator
 from train.batches import Rollout, minibatches
 from train.config import load_config
-from train.evaluation import evaluate
+from train.evaluation import check_best_metric, evaluate
 from train.finish import finish
 from train.rollout import assign_credit, collect_waves, merge, score, update_priorities
-from train.script import run_script
+from train.script import expect_algorithm, run_script
 from train.setup import Run, start
 from train.stats import performance, rollout_stats
 from train.update import Sums, add_sums, explained_variance, lr_factor, optimizer_step, set_learning_rates
@@ -30,8 +30,8 @@ def train(run: Run) -> None:
     """The whole run, from where its state is."""
     evaluation = run.config.train_evaluation
     if run.state.iteration == 0:
-        for split in ("val", "test"):
-            evaluate(run, split, 0)
+        check_best_metric(run, evaluate(run, "val", 0))
+        evaluate(run, "test", 0)
     run.clock.take()
     for iteration in range(run.state.iteration + 1, evaluation.n_iters + 1):
         rollout = collect(run, iteration)
@@ -42,10 +42,12 @@ def train(run: Run) -> None:
         last = iteration == evaluation.n_iters
         if last or (evaluation.eval_every and iteration % evaluation.eval_every == 0):
             run.note_best(evaluate(run, "val", iteration))
+        # Before the checkpoint: a run that is killed between the two does the iteration again, and its line as well.
+        run.tracker.log_iteration({**stats, **performance(run)}, iteration)
         if last or (evaluation.save_every and iteration % evaluation.save_every == 0) or run.is_best():
             run.save()
-        run.tracker.log_iteration({**stats, **performance(run)}, iteration)
-    evaluate(run, "test", run.state.iteration)
+    if run.state.iteration > 0:
+        evaluate(run, "test", run.state.iteration)
     finish(run)
 
 
@@ -145,8 +147,10 @@ def update(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
             if steps[-1].grad_norm is None:
                 break
     norms = [step.grad_norm for step in steps if step.grad_norm is not None]
+    means = ranks.mean(sums)
     return {
-        **ranks.mean(sums),
+        **means,
+        "loss/entropy": -means["policy/entropy"],
         "policy/ratio_max": float(ranks.max(largest_ratio)),
         "policy/grad_norm": sum(norms) / max(1, len(norms)),
         "policy/optimizer_steps": float(len(norms)),
@@ -159,7 +163,9 @@ def update(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: loads the configuration, sets the run up, trains."""
-    with start(load_config(argv)) as run:
+    config = load_config(argv)
+    expect_algorithm(config.alg.id, "ppo")
+    with start(config) as run:
         train(run)
 
 

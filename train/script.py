@@ -5,6 +5,12 @@ import sys
 from collections.abc import Callable
 
 
+def expect_algorithm(given: str, *own: str) -> None:
+    """Raises ValueError if alg.id is none of the script's own, naming the script for it."""
+    if given not in own:
+        raise ValueError(f"alg.id is {given}, and this script is for {' and '.join(own)}: use train/{given}.py")
+
+
 def run_script(main: Callable[[], None]) -> None:
     """Runs `main`; a ValueError or FileNotFoundError becomes its message and exit code 2 (DEBUG=1: traceback)."""
     try:

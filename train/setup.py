@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import json
-import os
+import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,22 +15,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from algorithms.policy import ActorCritic, LanguageModel, load_actor_critic, load_reference, parameter_groups
-from algorithms.sampling import SamplingSpec
 from envs import registry
 from envs.metrics import METRICS
-from envs.rewards import REWARDS
-from envs.samples import write_samples
 from envs.streams import generator
-from envs.tasks import TASKS
-from envs.vector import TextVectorEnv
 from train import checkpoint, tracking
 from train.config import Config
 from train.config_types import flatten
 from train.distributed import Ranks
-from train.loading import check_model_name, load_tokenizer, prompt_limit
+from train.environments import make_sampler
+from train.loading import check_model_name, load_tokenizer
 from train.rollout import Sampler
-
-SPLITS = ("train", "val", "test")
 
 
 @dataclass(kw_only=True)
@@ -55,6 +49,8 @@ class Run:
         """Remembers whether this iteration is the best so far by train_evaluation.best_metric."""
         spec = self.config.train_evaluation
         value, best = metrics[spec.best_metric], self.state.best_value
+        if math.isnan(value):
+            return
         if best is None or (value > best if spec.higher_is_better else value < best):
             self.state = replace(self.state, best_iteration=self.state.iteration, best_value=value)
 
@@ -166,80 +162,6 @@ def make_optimizer(config: Config, model: ActorCritic) -> torch.optim.Optimizer:
     return optimizer
 
 
-def make_sampler(
-    config: Config, ranks: Ranks, folder: Path, tokenizer: PreTrainedTokenizerBase, policy: LanguageModel
-) -> Sampler:
-    """The environments with their workers, and how responses are sampled."""
-    env, generation = config.env, config.alg.policy.args.generation_kwargs
-    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    device_reward = None
-    target = registry.resolve(config.reward_fn.id, REWARDS, "reward")
-    if getattr(target, "on_device", False):
-        given = {**config.reward_fn.args, "device": ranks.device}
-        device_reward = registry.build(config.reward_fn.id, given, REWARDS, "reward", given=("episodes",))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    first_env = ranks.rank * env.n_envs
-    envs = TextVectorEnv(
-        env.n_envs,
-        env.n_workers or min(env.n_envs, max(1, cores // ranks.local_world_size)),
-        init={
-            **write_data(config, ranks, folder, tokenizer),
-            "reward": {"id": config.reward_fn.id, "args": config.reward_fn.args},
-            "env": {
-                "vocab_size": policy.vocab_size,
-                "eos_token_ids": eos,
-                "pad_token_id": tokenizer.pad_token_id,
-                "max_prompt_length": prompt_limit(config, tokenizer, policy),
-                "max_episode_length": env.args.max_episode_length,
-                "terminate_on_eos": env.args.terminate_on_eos,
-                "context_start_token": env.args.context_start_token,
-                "prompt_truncation_side": env.args.prompt_truncation_side,
-                "priority_scale": env.args.priority_scale,
-                "empty_prompt_token": next(iter([x for x in (tokenizer.bos_token_id, *eos) if x is not None]), None),
-            },
-        },
-        timeout=env.timeout,
-        max_failures=env.max_worker_failures,
-        first_env=first_env,
-        seed=config.alg.args.seed,
-    )
-    return Sampler(
-        envs=envs,
-        spec=SamplingSpec(
-            max_new_tokens=env.args.max_episode_length,
-            min_new_tokens=generation.min_new_tokens,
-            temperature=generation.temperature,
-            top_k=generation.top_k or 0,
-            top_p=generation.top_p,
-        ),
-        eos_token_ids=eos,
-        stop_on_eos=env.args.terminate_on_eos,
-        pad_token_id=tokenizer.pad_token_id,
-        seed=config.alg.args.seed,
-        first_env=first_env,
-        device_reward=device_reward,
-    )
-
-
-def write_data(config: Config, ranks: Ranks, folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Samples and tokenizer as files for the workers, written by rank 0; returns their paths."""
-    data = folder / "data"
-    problem = None
-    if ranks.is_main:
-        try:
-            data.mkdir(parents=True, exist_ok=True)
-            task = registry.build(config.datapool.id, config.datapool.args, TASKS, "task", given=("split",))
-            for split in SPLITS:
-                write_samples(data / f"{split}.jsonl", task(split=split))
-            tokenizer.backend_tokenizer.save(str(data / "tokenizer.json"))
-        except Exception as error:  # the other ranks wait for these files: they have to stop too
-            problem = error
-    if ranks.broadcast(problem is not None):
-        raise problem or RuntimeError("rank 0 could not prepare the data; its message says why")
-    splits = {split: str(data / f"{split}.jsonl") for split in SPLITS}
-    return {"tokenizer": str(data / "tokenizer.json"), "splits": splits}
-
-
 def run_folder(config: Config) -> Path:
     """output_dir/project_name/experiment_name."""
     where = config.tracking
@@ -253,23 +175,11 @@ def claimed(folder: Path, config: Config, ranks: Ranks) -> Iterator[Path | None]
     Raises ValueError if it holds another run and neither --resume nor --overwrite was given, FileNotFoundError if there
     is nothing to resume. If the context fails, a fresh folder is free again.
     """
-    resume, found, problem = config.run.resume, None, None
-    mark = folder / "config.json"
-    fresh = resume in (None, "never")
+    found, problem = None, None
     if ranks.is_main:
         try:
-            if not fresh:
-                found = checkpoint.find(folder / "checkpoints", resume)
-            elif config.run.overwrite and mark.is_file():
-                shutil.rmtree(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            with mark.open("x" if fresh else "w") as file:
-                json.dump(config.to_dict(), file, indent=1)
-        except FileExistsError:
-            problem = ValueError(
-                f"{folder} holds another run: give --resume, --overwrite, or another tracking.experiment_name"
-            )
-        except Exception as error:
+            found = _claim(folder, config)
+        except Exception as error:  # the other ranks wait: they have to stop too
             problem = error
     found, failed = ranks.broadcast((found, problem is not None))
     if failed:
@@ -277,9 +187,29 @@ def claimed(folder: Path, config: Config, ranks: Ranks) -> Iterator[Path | None]
     try:
         yield found
     except BaseException:
-        if fresh and ranks.is_main:
-            mark.unlink(missing_ok=True)
+        if found is None and ranks.is_main:
+            (folder / "config.json").unlink(missing_ok=True)
         raise
+    if found is not None and ranks.is_main:  # not before: a checkpoint of another configuration is refused above
+        (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1))
+
+
+def _claim(folder: Path, config: Config) -> Path | None:
+    """The checkpoint to resume from; or None, and config.json marks the folder as this run's."""
+    if config.run.resume not in (None, "never"):
+        return checkpoint.find(folder / "checkpoints", config.run.resume)
+    mark = folder / "config.json"
+    if config.run.overwrite and mark.is_file():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with mark.open("x") as file:
+            json.dump(config.to_dict(), file, indent=1)
+    except FileExistsError as error:
+        raise ValueError(
+            f"{folder} holds another run: give --resume, --overwrite, or another tracking.experiment_name"
+        ) from error
+    return None
 
 
 def reuse_freed_memory() -> None:

@@ -18,32 +18,25 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 import shutil
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Trainer, TrainingArguments, set_seed
 
 from envs.registry import build
 from envs.tasks import TASKS
 from train.config import Config, SupervisedAlg, load_config
 from train.loading import check_model_name, load_tokenizer
+from train.script import run_script
 from train.setup import run_folder
-from train.supervised_data import Collator, Row, RowBuilder, token_losses
-from train.tracking import append_line, plain, read_lines
+from train.supervised_data import Row, RowBuilder
+from train.supervised_trainer import make_trainer
+from train.tracking import forget_after
 
 SPLITS = ("train", "val", "test")
 
@@ -57,7 +50,7 @@ def training_arguments(config: Config, alg: SupervisedAlg) -> TrainingArguments:
         raise ValueError(f"alg.training_args.{name}: unknown" + (f"; did you mean {near[0]}?" if near else ""))
     if "output_dir" in given:
         raise ValueError("alg.training_args.output_dir: results go to tracking.output_dir/project_name/experiment_name")
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run_folder(config) / "tensorboard"))
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(run_folder(config) / "tensorboard")
     ours = {
         "output_dir": str(run_folder(config) / "checkpoints"),
         "per_device_eval_batch_size": config.train_evaluation.eval_batch_size,
@@ -66,7 +59,10 @@ def training_arguments(config: Config, alg: SupervisedAlg) -> TrainingArguments:
         "save_total_limit": config.train_evaluation.keep_last,
         "seed": 0,
         "ddp_timeout": int(config.distributed.timeout_s),
+        "dataloader_pin_memory": torch.cuda.is_available(),
     }
+    # YAML reads `no` as false.
+    given |= {name: "no" for name, value in given.items() if name.endswith("_strategy") and value is False}
     # Rows are made here as the model takes them.
     return TrainingArguments(**{**ours, **given, "remove_unused_columns": False})
 
@@ -85,48 +81,57 @@ def barrier() -> None:
         torch.distributed.barrier()
 
 
-def prepare_folder(config: Config, args: TrainingArguments) -> str | None:
-    """Makes the run folder; returns the checkpoint to go on from, or None. Every rank calls it.
+def check_folder(config: Config) -> Path | None:
+    """The checkpoint to go on from, or None for a new run. Changes nothing.
 
-    Raises ValueError if the folder holds another run and neither --resume nor --overwrite says what to do with it.
+    Raises ValueError if the folder holds another run and neither --resume nor --overwrite says what to do with it, or
+    if what --resume asks for is not there.
     """
     folder, resume = run_folder(config), config.run.resume
     saved, in_use = folder / "config.json", folder.exists() and any(folder.iterdir())
-    checkpoint = None
-    if config.run.overwrite and in_use and not saved.is_file():
-        raise ValueError(
-            f"{folder} has files but no config.json: it is no run's folder, so --overwrite leaves it alone"
-        )
-    if not config.run.overwrite and resume not in (None, "never"):
-        checkpoint = find_checkpoint(folder / "checkpoints", resume)
-        if checkpoint and saved.is_file() and (differing := config.differences(json.loads(saved.read_text()))):
+    if resume not in (None, "never"):
+        checkpoint = find_checkpoint(folder / "checkpoints", str(resume))
+        if saved.is_file() and (differing := config.differences(json.loads(saved.read_text(encoding="utf-8")))):
             raise ValueError(f"{folder} was made with another configuration; these keys differ: {', '.join(differing)}")
-    elif in_use and not config.run.overwrite:
+        return checkpoint
+    if in_use and not config.run.overwrite:
         raise ValueError(
             f"{folder} holds a run already; give --resume to go on with it, --overwrite to replace it, "
             "or another --tracking.experiment_name"
         )
-    barrier()  # until all ranks have looked, none may change anything
+    if in_use and not saved.is_file():
+        raise ValueError(
+            f"{folder} has files but no config.json: it is no run's folder, so --overwrite leaves it alone"
+        )
+    return None
+
+
+def find_checkpoint(checkpoints: Path, resume: str) -> Path:
+    """The newest complete checkpoint for "auto", else the one at that path. Raises ValueError if there is none."""
+    if resume == "auto":
+        # The trainer writes trainer_state.json last.
+        found = [path.parent for path in checkpoints.glob("checkpoint-*/trainer_state.json")]
+        if not found:
+            raise ValueError(f"--resume: there is no checkpoint in {checkpoints}; leave --resume out to start anew")
+        return max(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    if not (Path(resume) / "trainer_state.json").is_file():
+        raise ValueError(f"--resume {resume}: there is no checkpoint (a folder checkpoint-N with trainer_state.json)")
+    return Path(resume)
+
+
+def claim_folder(config: Config, args: TrainingArguments, checkpoint: Path | None) -> None:
+    """Makes the folder this run's: empty for a new one, as it was at the checkpoint for one that goes on."""
+    folder = run_folder(config)
+    barrier()  # until all ranks have looked at the folder, none may change it
     if args.process_index == 0:
-        if in_use and checkpoint is None:
-            shutil.rmtree(folder)
+        if checkpoint is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+            forget_after(folder, state["global_step"])
         folder.mkdir(parents=True, exist_ok=True)
-        saved.write_text(json.dumps(config.to_dict(), indent=1), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1), encoding="utf-8")
     barrier()
-    return checkpoint
-
-
-def find_checkpoint(checkpoints: Path, resume: str | None) -> str | None:
-    """The newest complete checkpoint for "auto" (None if there is none yet), else the one at that path."""
-    if resume != "auto":
-        if not (Path(str(resume)) / "trainer_state.json").is_file():
-            raise ValueError(
-                f"--resume {resume}: there is no checkpoint (a folder checkpoint-N with trainer_state.json)"
-            )
-        return resume
-    # The trainer writes trainer_state.json last.
-    found = [path.parent for path in checkpoints.glob("checkpoint-*/trainer_state.json")]
-    return str(max(found, key=lambda path: int(path.name.rpartition("-")[2]))) if found else None
 
 
 def longest_input(model: Any, tokenizer: Any) -> int:
@@ -137,89 +142,23 @@ def longest_input(model: Any, tokenizer: Any) -> int:
     return min(known, default=1024)
 
 
-def make_rows(config: Config, builder: RowBuilder, say: bool) -> dict[str, list[Row]]:
+def make_rows(config: Config, alg: SupervisedAlg, builder: RowBuilder, say: bool) -> dict[str, list[Row]]:
     """Rows of each split. Raises ValueError for a split without samples, or a sample without references."""
-    task, limit = build(config.datapool.id, config.datapool.args, TASKS, "task", given=["split"]), None
+    task = build(config.datapool.id, config.datapool.args, TASKS, "task", given=["split"])
     rows = {}
     for split in SPLITS:
         samples = task(split=split)
         if not samples:
             raise ValueError(f"datapool {config.datapool.id}: its {split} split is empty")
-        limit = None if split == "train" else config.train_evaluation.max_eval_samples
-        rows[split] = builder(
-            tqdm(samples[:limit], f"tokenizing {split}", unit=" samples", disable=None if say else True)
-        )
+        training = split == "train"
+        samples = samples[: None if training else config.train_evaluation.max_eval_samples]
+        bar = tqdm(samples, f"tokenizing {split}", unit=" samples", disable=None if say else True)
+        rows[split] = builder(bar, loss_on_prompt=alg.loss_on_prompt and training)
         if say:
-            print(f"{split}: {len(rows[split])} references of {len(samples[:limit])} samples")
+            print(f"{split}: {len(rows[split])} references of {len(samples)} samples")
     if say and builder.n_cut:
         print(f"{builder.n_cut} references are longer than {builder.max_length} tokens with their prompts and were cut")
     return rows
-
-
-class Recorder(TrainerCallback):  # type: ignore[misc]
-    """Writes the run's files of metrics while the trainer goes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-        """Each evaluation, once per step and split: after training, val may have been evaluated at the last step."""
-        split = "test" if "test_loss" in metrics else "val"
-        path = self.folder / f"{split}_split_metrics.jsonl"
-        if not state.is_world_process_zero or any(row["iteration"] == state.global_step for row in read_lines(path)):
-            return
-        values = {name: metrics[f"{'test' if split == 'test' else 'eval'}_{name}"] for name in ("nll", "perplexity")}
-        named = {"supervised/loss": values["nll"], "supervised/perplexity": values["perplexity"]}
-        row = {"epoch": round(state.epoch or 0, 3), "iteration": state.global_step, "metrics": plain(named)}
-        append_line(path, row)
-        print(
-            f"epoch {row['epoch']:g}, {split}: loss {values['nll']:.3f}, perplexity {values['perplexity']:.1f}",
-            flush=True,
-        )
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if state.is_world_process_zero and "loss" in logs:
-            names = {
-                "loss": "supervised/train_loss",
-                "learning_rate": "supervised/learning_rate",
-                "grad_norm": "supervised/grad_norm",
-            }
-            values = {ours: float(logs[theirs]) for theirs, ours in names.items() if theirs in logs}
-            row = {"epoch": round(state.epoch or 0, 3), "iteration": state.global_step, **values}
-            append_line(self.folder / "training_info.jsonl", plain(row))
-
-
-def make_trainer(
-    config: Config, args: TrainingArguments, model: Any, tokenizer: Any, rows: dict[str, list[Row]]
-) -> Trainer:
-    seq2seq = model.config.is_encoder_decoder
-
-    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-        """Mean over the labels of all ranks and micro-batches."""
-        losses, mask = token_losses(outputs["logits"], labels, seq2seq=seq2seq)
-        return losses.sum() / (mask.sum() if num_items_in_batch is None else num_items_in_batch)
-
-    def sums(logits: Any, labels: Any) -> Any:
-        """Loss and number of labels of each row [B, 2]: what evaluation keeps instead of the logits."""
-        losses, mask = token_losses(logits[0] if isinstance(logits, tuple) else logits, labels, seq2seq=seq2seq)
-        return torch.stack([losses.sum(1), mask.sum(1).to(losses.dtype)], dim=1)
-
-    def metrics(prediction: Any) -> dict[str, float]:
-        total, count = prediction.predictions.astype(float).sum(0)
-        return {"nll": total / count, "perplexity": math.exp(min(total / count, 700))}
-
-    return Trainer(
-        model=model,
-        args=args,
-        train_dataset=rows["train"],
-        eval_dataset=rows["val"],
-        processing_class=tokenizer,
-        data_collator=Collator(tokenizer.pad_token_id, model.config.decoder_start_token_id if seq2seq else None),
-        compute_loss_func=loss,
-        preprocess_logits_for_metrics=sums,
-        compute_metrics=metrics,
-        callbacks=[Recorder(run_folder(config))],
-    )
 
 
 def evaluate(trainer: Trainer, rows: dict[str, list[Row]]) -> None:
@@ -246,7 +185,7 @@ def train(config: Config) -> None:
         raise ValueError(f"alg.id is {alg.id}: this script is for supervised; use train/{alg.id}.py")
     args = training_arguments(config, alg)
     check_world(args)
-    checkpoint = prepare_folder(config, args)
+    checkpoint = check_folder(config)
     set_seed(args.seed)
     tokenizer = load_tokenizer(config)
     check_model_name(alg.model_name)
@@ -259,24 +198,20 @@ def train(config: Config) -> None:
         seq2seq=model.config.is_encoder_decoder,
         max_prompt_length=config.tokenizer.max_length,
         separator=alg.separator,
-        loss_on_prompt=alg.loss_on_prompt,
     )
-    rows = make_rows(config, builder, say=args.process_index == 0)
-    trainer = make_trainer(config, args, model, tokenizer, rows)
+    rows = make_rows(config, alg, builder, say=args.process_index == 0)
+    claim_folder(config, args, checkpoint)
+    trainer = make_trainer(run_folder(config), args, model, tokenizer, rows)
     if checkpoint is None:
         evaluate(trainer, rows)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     evaluate(trainer, rows)
     save_model(trainer, run_folder(config))
 
 
-def main(argv: list[str] | None = None) -> None:
-    try:
-        train(load_config(argv))
-    except ValueError as error:
-        # What a user can mend needs no traceback.
-        raise SystemExit(f"error: {error}") from error
+def main() -> None:
+    train(load_config())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

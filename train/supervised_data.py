@@ -31,7 +31,6 @@ class RowBuilder:
     max_length: tokens of a row (of either side of a seq2seq row). A reference that does not fit is cut and then has no
         EOS, as it does not end there; a prompt makes room for the reference on its truncation_side
     separator: goes between prompt and reference unless one of them has white space there
-    loss_on_prompt: train the prompt's tokens too (causal)
     n_cut: references that were cut so far
     """
 
@@ -41,7 +40,6 @@ class RowBuilder:
     seq2seq: bool = False
     max_prompt_length: int | None = None
     separator: str = " "
-    loss_on_prompt: bool = False
     n_cut: int = 0
 
     def __post_init__(self) -> None:
@@ -56,22 +54,25 @@ class RowBuilder:
             empty_prompt_token=self.tokenizer.eos_token_id if start is None else start,
         )
 
-    def __call__(self, samples: Iterable[Sample]) -> list[Row]:
-        """A row per reference. Raises ValueError for a sample without references, or unknown tokens in one."""
+    def __call__(self, samples: Iterable[Sample], *, loss_on_prompt: bool = False) -> list[Row]:
+        """A row per reference, with labels on the reference or (causal) on the prompt as well.
+
+        Raises ValueError for a sample without references, or with tokens that the model does not have.
+        """
         rows = []
         for sample in samples:
             if not sample.references:
                 raise ValueError(f"sample {sample.sample_id!r} has no references, so there is nothing to learn from it")
-            rows += [self.row(sample, reference) for reference in sample.references]
+            rows += [self.row(sample, reference, loss_on_prompt) for reference in sample.references]
         return rows
 
-    def row(self, sample: Sample, reference: str) -> Row:
+    def row(self, sample: Sample, reference: str, loss_on_prompt: bool = False) -> Row:
         """Raises ValueError if a token is not in the model's vocabulary."""
         target = self.target(sample.prompt, reference)
         if max(target) >= self.vocab_size:
             raise ValueError(
-                f"sample {sample.sample_id!r}: its reference has token {max(target)}, but the model's vocabulary has only "
-                f"{self.vocab_size}: tokenizer and model do not belong together"
+                f"sample {sample.sample_id!r}: its reference has token {max(target)}, but the model's vocabulary has "
+                f"only {self.vocab_size}: tokenizer and model do not belong together"
             )
         if self.seq2seq:
             return {"input_ids": self._encode_prompt(sample).ids, "labels": self._cut(target, self.max_length)}
@@ -80,10 +81,9 @@ class RowBuilder:
         if encoder.max_length > room:
             encoder = dataclasses.replace(encoder, max_length=room)
         prompt = encoder(sample).ids
-        return {
-            "input_ids": prompt + target,
-            "labels": (prompt if self.loss_on_prompt else [IGNORED] * len(prompt)) + target,
-        }
+        # Nothing predicts the first token.
+        labels = [IGNORED, *prompt[1:]] if loss_on_prompt else [IGNORED] * len(prompt)
+        return {"input_ids": prompt + target, "labels": labels + target}
 
     def target(self, prompt: str, reference: str) -> list[int]:
         """The tokens that should follow the prompt (of a causal model) or be decoded, with EOS at the end, uncut."""

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,25 +116,27 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
     """Adds one JSON object to a .jsonl file."""
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a .jsonl file; none if there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
 
 
 def forget_after(folder: Path, iteration: int) -> None:
     """Takes the lines of later iterations out of a run's files, before it resumes from `iteration`."""
     for path in folder.glob("*.jsonl"):
-        # A run that was killed may have left half a line at the end.
-        kept = [
-            row for line in path.read_text().splitlines() if (row := _parsed(line)) and row["iteration"] <= iteration
-        ]
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
-        os.replace(aside, path)
+        _keep_lines(path, lambda row: row["iteration"] <= iteration)
+
+
+def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    # A run that was killed may have left half a line at the end.
+    rows = [row for line in path.read_text("utf-8").splitlines() if (row := _parsed(line)) and wanted(row)]
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    os.replace(aside, path)
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
@@ -153,7 +155,7 @@ class Tracker:
         self.started = time.perf_counter()
         self.first = done
         self.bar = None
-        if ranks.is_main and sys.stderr.isatty():
+        if ranks.is_main and n_iters and sys.stderr.isatty():
             self.bar = tqdm(total=n_iters, initial=done, unit="iteration", dynamic_ncols=True)
 
     def say(self, text: str) -> None:
@@ -188,16 +190,25 @@ class Tracker:
         print(f"iteration {iteration}/{self.n_iters}  {numbers}  ETA {left}", flush=True)
 
     def log_evaluation(
-        self, split: str, metrics: Mapping[str, float], rows: list[dict[str, Any]], iteration: int
+        self, split: str, metrics: Mapping[str, float], rows: list[dict[str, Any]], iteration: int, n_shown: int = 0
     ) -> None:
-        """{split}_split_metrics.jsonl and epoch_{iteration}_{split}_split_predictions.json, as RL4LMs names them."""
+        """{split}_split_metrics.jsonl and epoch_{iteration}_{split}_split_predictions.json, as RL4LMs names them.
+
+        Trackers get the metrics, and the first `n_shown` predictions as text.
+        """
         if not self.ranks.is_main:
             return
         line = {"epoch": iteration, "iteration": iteration, "metrics": plain(metrics)}
-        append_line(self.folder / f"{split}_split_metrics.jsonl", line)
+        history = self.folder / f"{split}_split_metrics.jsonl"
+        if history.exists():  # a run that is resumed after its last iteration measures again
+            _keep_lines(history, lambda row: row["iteration"] != iteration)
+        append_line(history, line)
         path = self.folder / f"epoch_{iteration}_{split}_split_predictions.json"
-        path.write_text(json.dumps([plain(row) for row in rows], ensure_ascii=False, indent=1))
-        logged = {f"eval/{split}/{name}": value for name, value in metrics.items()}
+        path.write_text(json.dumps([plain(row) for row in rows], ensure_ascii=False, indent=1), "utf-8")
+        logged: dict[str, Any] = {f"eval/{split}/{name}": value for name, value in metrics.items()}
+        if n_shown:
+            shown = (f"{row['prompt_text']} → {row['generated_text']}" for row in rows[:n_shown])
+            logged[f"eval/{split}/samples"] = "\n\n".join(shown)
         self.ranks.accelerator.log(plain(logged), step=iteration)
 
     def close(self) -> None:

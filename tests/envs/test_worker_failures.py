@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -223,7 +224,9 @@ def test_trouble_in_score(make_vector: Make, tmp_path: Path, what: str) -> None:
 
 
 def test_stopped_worker_whose_socket_is_full(make_vector: Make) -> None:
-    vector = make_vector(2, 2, "token_a", env={"max_episode_length": 10**6, "terminate_on_eos": False}, **limits("stop"))
+    vector = make_vector(
+        2, 2, "token_a", env={"max_episode_length": 10**6, "terminate_on_eos": False}, **limits("stop")
+    )
     vector.reset(options={"indices": [0, 1]})
     stopped, _ = vector.worker_pids
     os.kill(stopped, signal.SIGSTOP)
@@ -278,6 +281,24 @@ def test_signals_for_the_training_process_do_not_end_workers(make_vector: Make) 
         os.kill(vector.worker_pids[0], number)
     assert play(vector) == right()
     assert vector.restarts == 0
+
+
+def test_made_in_a_thread_that_has_ended(make_vector: Make) -> None:
+    made: list[TextVectorEnv] = []
+    thread = threading.Thread(target=lambda: made.append(make_vector(3, 1, "stepwise")))
+    thread.start()
+    thread.join()
+    assert play(made[0]) == right()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="older Pythons always search the working directory first")
+def test_a_folder_of_the_user_with_the_name_of_ours(
+    make_vector: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "envs").mkdir()
+    (tmp_path / "envs" / "__init__.py").write_text("raise ImportError('the wrong package')")
+    monkeypatch.chdir(tmp_path)
+    assert play(make_vector(3, 1, "stepwise")) == right()
 
 
 # The end.

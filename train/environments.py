@@ -1,0 +1,102 @@
+"""The environments of a rank: their data, their worker processes, their reward, and how responses are sampled."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from algorithms.policy import LanguageModel
+from algorithms.sampling import SamplingSpec
+from envs import registry
+from envs.rewards import REWARDS
+from envs.samples import write_samples
+from envs.tasks import TASKS
+from envs.vector import TextVectorEnv
+from train.config import Config
+from train.distributed import Ranks
+from train.loading import prompt_limit
+from train.rollout import Sampler
+
+SPLITS = ("train", "val", "test")
+DEVICE_REWARDS = {"learned_reward": "algorithms.reward_model:LearnedReward"}
+
+
+def make_sampler(
+    config: Config, ranks: Ranks, folder: Path, tokenizer: PreTrainedTokenizerBase, policy: LanguageModel
+) -> Sampler:
+    """The environments with their workers, and how responses are sampled."""
+    env, generation = config.env, config.alg.policy.args.generation_kwargs
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    device_reward = make_device_reward(config, ranks)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    first_env = ranks.rank * env.n_envs
+    envs = TextVectorEnv(
+        env.n_envs,
+        env.n_workers or min(env.n_envs, max(1, cores // ranks.local_world_size)),
+        init={
+            **write_data(config, ranks, folder, tokenizer),
+            # A worker is not even to look at a device's reward: that would import torch there.
+            "reward": None if device_reward else {"id": config.reward_fn.id, "args": config.reward_fn.args},
+            "env": {
+                "vocab_size": policy.vocab_size,
+                "eos_token_ids": eos,
+                "pad_token_id": tokenizer.pad_token_id,
+                "max_prompt_length": prompt_limit(config, tokenizer, policy),
+                "max_episode_length": env.args.max_episode_length,
+                "terminate_on_eos": env.args.terminate_on_eos,
+                "context_start_token": env.args.context_start_token,
+                "prompt_truncation_side": env.args.prompt_truncation_side,
+                "priority_scale": env.args.priority_scale,
+                "empty_prompt_token": next(iter([x for x in (tokenizer.bos_token_id, *eos) if x is not None]), None),
+            },
+        },
+        timeout=env.timeout,
+        max_failures=env.max_worker_failures,
+        first_env=first_env,
+        seed=config.alg.args.seed,
+    )
+    return Sampler(
+        envs=envs,
+        spec=SamplingSpec(
+            max_new_tokens=env.args.max_episode_length,
+            min_new_tokens=generation.min_new_tokens,
+            temperature=generation.temperature,
+            top_k=generation.top_k or 0,
+            top_p=generation.top_p,
+        ),
+        eos_token_ids=eos,
+        stop_on_eos=env.args.terminate_on_eos,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=config.alg.args.seed,
+        first_env=first_env,
+        device_reward=device_reward,
+    )
+
+
+def make_device_reward(config: Config, ranks: Ranks) -> Any:
+    """The reward, if it is one that runs where the models are; else None."""
+    known = REWARDS | DEVICE_REWARDS
+    if not getattr(registry.resolve(config.reward_fn.id, known, "reward"), "on_device", False):
+        return None
+    given = {**config.reward_fn.args, "device": ranks.device}
+    return registry.build(config.reward_fn.id, given, known, "reward", given=("episodes",))
+
+
+def write_data(config: Config, ranks: Ranks, folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Samples and tokenizer as files for the workers, written by rank 0; returns their paths."""
+    data = folder / "data"
+    problem = None
+    if ranks.is_main:
+        try:
+            data.mkdir(parents=True, exist_ok=True)
+            task = registry.build(config.datapool.id, config.datapool.args, TASKS, "task", given=("split",))
+            for split in SPLITS:
+                write_samples(data / f"{split}.jsonl", task(split=split))
+            tokenizer.backend_tokenizer.save(str(data / "tokenizer.json"))
+        except Exception as error:  # the other ranks wait for these files: they have to stop too
+            problem = error
+    if ranks.broadcast(problem is not None):
+        raise problem or RuntimeError("rank 0 could not prepare the data; its message says why")
+    splits = {split: str(data / f"{split}.jsonl") for split in SPLITS}
+    return {"tokenizer": str(data / "tokenizer.json"), "splits": splits}
