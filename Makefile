@@ -1,4 +1,5 @@
-# `make` lists the targets. VENV=FOLDER uses another Python environment than .venv, GPU=0 keeps the quickstart off a GPU.
+# `make` lists the targets. VENV=FOLDER uses another Python environment than .venv, GPU=0 keeps the quickstart off a GPU;
+# PREPARE_ARGS, SUPERVISED_ARGS and PPO_ARGS add options to its steps: make quickstart PPO_ARGS=--alg.kl_div.coeff=0.1
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -20,9 +21,9 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 quickstart: $(READY)  ## train a small model on movie reviews, then improve it with PPO, and plot both
-	$(BIN)/python tools/quickstart.py prepare --out runs/quickstart/assets
-	$(LAUNCH) train/supervised.py --config configs/quickstart/supervised.yml --overwrite
-	$(LAUNCH) train/ppo.py --config configs/quickstart/ppo.yml --overwrite
+	$(BIN)/python -m tools.quickstart prepare --out runs/quickstart/assets $(PREPARE_ARGS)
+	$(LAUNCH) train/supervised.py --config configs/quickstart/supervised.yml --overwrite $(SUPERVISED_ARGS)
+	$(LAUNCH) train/ppo.py --config configs/quickstart/ppo.yml --overwrite $(PPO_ARGS)
 	$(BIN)/python -m tools.plot runs/quickstart/ppo
 
 test: lint types  ## check style and types, then run all tests

@@ -237,7 +237,7 @@ def load_actor_critic(
         critic = AutoModel.from_pretrained(model_name, config=config, dtype=dtype)
     for model in (policy.lm, critic) if gradient_checkpointing else ():
         if model is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
     return ActorCritic(policy, critic).eval()
 
 

@@ -171,7 +171,7 @@ class WorkerPool:
         process = self._processes[worker]
         assert process is not None
         selector.unregister(process.socket)
-        how = self._end(worker)
+        how = self._end(worker, grace=0.2 if problem else 3.0)  # one that is ending by itself shall say its exit code
         self._failures[worker] += 1
         n_failures = self._failures[worker]
         if n_failures >= self.max_failures:
@@ -180,9 +180,9 @@ class WorkerPool:
         self._start(worker, busy[worker])
         self._next(selector, worker, busy)
 
-    def _end(self, worker: int) -> str:
+    def _end(self, worker: int, grace: float = 0.2) -> str:
         process, self._processes[worker] = self._processes[worker], None
-        return process.end(grace=0.2) if process else "had not started"
+        return process.end(grace) if process else "had not started"
 
     def deal(self, values: Sequence[Any], **message: Any) -> list[Any]:
         """Results for any number of `values`, in their order: dealt over the workers, a few in each message."""

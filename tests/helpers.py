@@ -1,6 +1,7 @@
 """Small runs for tests: their configuration, and running them in this process or through the launcher."""
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from train.batches import Rollout
 from train.config import load_config
 from train.ppo import update
 from train.setup import Run, start
@@ -82,12 +84,29 @@ def flat(model: torch.nn.Module) -> Tensor:
 
 
 def flat_gradient(model: torch.nn.Module) -> Tensor:
-    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()])
+    return torch.cat(
+        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()]
+    )
 
 
 def distance(a: Tensor, b: Tensor) -> float:
     """‖a - b‖ / ‖b‖."""
     return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+class RecordingAdamW(torch.optim.AdamW):
+    """Leaves {number of steps}, {a digest of all parameters} in `folder`, a file per rank."""
+
+    def __init__(self, groups: Any, folder: str, **kwargs: Any) -> None:
+        super().__init__(groups, **kwargs)
+        self.path, self.n_steps = Path(folder) / f"rank_{os.environ.get('RANK', '0')}", 0
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.n_steps += 1
+        numbers = torch.cat([p.detach().flatten() for group in self.param_groups for p in group["params"]])
+        self.path.write_text(f"{self.n_steps} {hashlib.sha256(numbers.numpy().tobytes()).hexdigest()}")
+        return result
 
 
 class Recording:
@@ -103,6 +122,26 @@ class Recording:
         self.gradients.append(flat_gradient(model).clone())
         optimizer.zero_grad()
         return float(self.gradients[-1].norm())
+
+
+def make_rollout(counts: list[int], width: int = 6, length: int = 9, seed: int = 0) -> Rollout:
+    """Episodes with these numbers of counted tokens; every other tensor holds noise, also where nothing counts."""
+    draw = torch.Generator().manual_seed(seed)
+    batch = len(counts)
+    prompt_mask = (torch.arange(width) >= torch.randint(1, width, (batch, 1), generator=draw)).long()
+    floats = ("old_logprobs", "ref_logprobs", "old_values", "task_rewards", "kl", "rewards", "advantages", "returns")
+    return Rollout(
+        prompt_ids=torch.randint(3, 30, (batch, width), generator=draw),
+        prompt_mask=prompt_mask,
+        response_ids=torch.randint(3, 30, (batch, length), generator=draw),
+        response_mask=torch.arange(length) < torch.tensor(counts)[:, None],
+        action_mask=torch.randint(0, 256, (batch, length, 4), generator=draw, dtype=torch.uint8),
+        **{name: torch.randn(batch, length, generator=draw) for name in floats},
+        bootstrap=torch.zeros(batch),
+        complete=torch.ones(batch, dtype=torch.bool),
+        truncated=torch.zeros(batch, dtype=torch.bool),
+        indices=torch.arange(batch),
+    )
 
 
 def gradients(run: Run, rollout: Any, **changes: Any) -> list[Tensor]:

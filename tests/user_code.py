@@ -25,9 +25,7 @@ def nothing(split: str) -> list[Sample]:
 
 def small_numbers(episodes: list[Episode], *, below: int = 10) -> list[float]:
     """Share of the response's tokens that are numbers below `below`."""
-    return [
-        sum(SPECIAL <= token < SPECIAL + below for token in e.response_ids) / len(e.response_ids) for e in episodes
-    ]
+    return [sum(SPECIAL <= token < SPECIAL + below for token in e.response_ids) / len(e.response_ids) for e in episodes]
 
 
 def one(episodes: list[Episode]) -> list[float]:

@@ -80,7 +80,11 @@ def prompt_limit(config: Config, tokenizer: PreTrainedTokenizerBase, policy: Lan
     args = config.env.args
     positions = getattr(policy.lm.config.get_text_config(), "max_position_embeddings", None)
     extra = args.context_start_token is not None
-    room = None if positions is None else positions - args.max_episode_length - extra
+    evaluated = (config.train_evaluation.generation_kwargs or {}).get("max_new_tokens") or 0
+    name, longest = "env.args.max_episode_length", args.max_episode_length
+    if evaluated > longest:
+        name, longest = "train_evaluation.generation_kwargs.max_new_tokens", evaluated
+    room = None if positions is None else positions - longest - extra
     if args.max_prompt_length is None:
         known = [limit for limit in (tokenizer.model_max_length, room) if limit is not None and limit < 10**9]
         if not known or min(known) < 1:
@@ -90,7 +94,7 @@ def prompt_limit(config: Config, tokenizer: PreTrainedTokenizerBase, policy: Lan
         return min(known)
     if room is not None and args.max_prompt_length > room:
         raise ValueError(
-            f"env.args.max_prompt_length ({args.max_prompt_length}) + env.args.max_episode_length "
-            f"({args.max_episode_length}) exceed the model's {positions} positions; shorten one of them"
+            f"env.args.max_prompt_length ({args.max_prompt_length}) + {name} ({longest}) exceed the model's "
+            f"{positions} positions; shorten one of them"
         )
     return args.max_prompt_length

@@ -191,9 +191,13 @@ def assign_credit(
 
 
 def update_priorities(rollout: Rollout, sampler: PrioritySampler, ranks: Ranks) -> None:
-    """Prioritised level replay: a sample's priority becomes its mean |advantage|, the same on every rank."""
+    """Prioritised level replay: a sample's priority becomes its mean |advantage|, the same on every rank.
+
+    At least a hundredth of the batch's average, so that a sample that taught nothing once is still drawn some day.
+    """
     if sampler.priority_scale == 0:
         return
     mean = rollout.advantages.abs().sum(1) / rollout.response_mask.sum(1)
     pairs = ranks.gather(list(zip(rollout.indices.tolist(), mean.tolist(), strict=True)))
-    sampler.update([index for index, _ in pairs], [priority for _, priority in pairs])
+    floor = 0.01 * sum(priority for _, priority in pairs) / len(pairs)
+    sampler.update([index for index, _ in pairs], [max(priority, floor) for _, priority in pairs])

@@ -35,7 +35,7 @@ from train.loading import check_model_name, load_tokenizer
 from train.script import run_script
 from train.setup import run_folder
 from train.supervised_data import Row, RowBuilder
-from train.supervised_trainer import make_trainer
+from train.supervised_trainer import evaluate, make_trainer
 from train.tracking import forget_after
 
 SPLITS = ("train", "val", "test")
@@ -161,11 +161,6 @@ def make_rows(config: Config, alg: SupervisedAlg, builder: RowBuilder, say: bool
     return rows
 
 
-def evaluate(trainer: Trainer, rows: dict[str, list[Row]]) -> None:
-    trainer.evaluate(rows["val"])
-    trainer.evaluate(rows["test"], metric_key_prefix="test")
-
-
 def save_model(trainer: Trainer, folder: Path) -> None:
     """Model and tokenizer in folder/model, which appears complete or not at all."""
     aside, final = folder / ".writing_model", folder / "model"
@@ -202,10 +197,8 @@ def train(config: Config) -> None:
     rows = make_rows(config, alg, builder, say=args.process_index == 0)
     claim_folder(config, args, checkpoint)
     trainer = make_trainer(run_folder(config), args, model, tokenizer, rows)
-    if checkpoint is None:
-        evaluate(trainer, rows)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    evaluate(trainer, rows)
+    evaluate(trainer, rows["test"])
     save_model(trainer, run_folder(config))
 
 

@@ -46,6 +46,24 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
             append_line(self.folder / "training_info.jsonl", plain(row))
 
 
+class EvaluateAtStart(TrainerCallback):  # type: ignore[misc]
+    """Evaluates before the first step, but inside `train`: a model that was evaluated earlier is never wrapped for DDP,
+    so each rank would train alone (transformers 5.24, accelerate 1.15)."""
+
+    def __init__(self, trainer: Trainer, test_rows: list[Row]) -> None:
+        self.trainer, self.test_rows = trainer, test_rows
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 0:
+            evaluate(self.trainer, self.test_rows)
+
+
+def evaluate(trainer: Trainer, test_rows: list[Row]) -> None:
+    """Loss and perplexity on val and test, into the run's files."""
+    trainer.evaluate()
+    trainer.evaluate(test_rows, metric_key_prefix="test")
+
+
 def make_trainer(
     folder: Path, args: TrainingArguments, model: Any, tokenizer: Any, rows: dict[str, list[Row]]
 ) -> Trainer:
@@ -65,7 +83,7 @@ def make_trainer(
         total, count = prediction.predictions.astype(float).sum(0)
         return {"nll": total / count, "perplexity": math.exp(min(total / count, 700))}
 
-    return Trainer(
+    trainer = Trainer(
         model=model,
         args=args,
         train_dataset=rows["train"],
@@ -77,3 +95,5 @@ def make_trainer(
         compute_metrics=metrics,
         callbacks=[Recorder(folder)],
     )
+    trainer.add_callback(EvaluateAtStart(trainer, rows["test"]))
+    return trainer

@@ -1,5 +1,10 @@
 """Scoring: what one teacher-forced forward says of responses that were sampled from the same model."""
 
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import pytest
 import torch
 from tiny_models import (
@@ -39,7 +44,8 @@ EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
-def episodes(lm: torch.nn.Module, spec: SamplingSpec) -> dict[str, Tensor | None]:
+@functools.cache
+def episodes(lm: torch.nn.Module, spec: SamplingSpec) -> Mapping[str, Any]:
     """Arguments of a forward: left-padded prompts, right-padded responses that were cut at several lengths."""
     prompt_ids, prompt_mask = make_prompts(LENGTHS, width=7)
     u = torch.rand(len(LENGTHS), T, generator=torch.Generator().manual_seed(4))
@@ -47,7 +53,7 @@ def episodes(lm: torch.nn.Module, spec: SamplingSpec) -> dict[str, Tensor | None
         lm, prompt_ids, prompt_mask, u, spec, eos_token_ids=[EOS], stop_on_eos=False, pad_token_id=PAD
     )
     mask = length_mask(torch.tensor([T, 3, 1, 6]), T)
-    return {
+    found = {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
         "response_ids": torch.where(mask, got.ids, PAD),
@@ -55,8 +61,10 @@ def episodes(lm: torch.nn.Module, spec: SamplingSpec) -> dict[str, Tensor | None
         "action_mask": got.action_mask,
         "temperature": spec.temperature,
     }
+    return MappingProxyType(found)
 
 
+@functools.cache
 def actor_critic(family: str, *, shared: bool = False) -> ActorCritic:
     """Policy and critic of one family, with a value head that says something."""
     model = ActorCritic(LanguageModel(shared_lm(family)), None if shared else make_lm(family, seed=9).base_model)
@@ -112,7 +120,9 @@ def test_scores_are_those_of_full_logits_without_padding(family: str, spec: Samp
             ("entropy", entropy),
         ):
             got = getattr(scores, name)
-            torch.testing.assert_close(got[b, :length], expected.float(), **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                got[b, :length], expected.float(), **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+            )
             assert got.dtype == torch.float32 and not got[b, length:].any()
 
 
@@ -207,7 +217,9 @@ def test_heads_that_do_more_than_multiply_are_found(family: str, scale: float) -
 
 
 @pytest.mark.parametrize("factor", [{"logits_scaling": 4.0}, {"logit_scale": 0.25}], ids=["granite", "cohere"])
-def test_heads_that_scale_are_scored_with_their_scale(factor: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_scale_are_scored_with_their_scale(
+    factor: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = GraniteConfig if "logits_scaling" in factor else CohereConfig
     monkeypatch.setitem(CONFIGS, "scaled", (config, {**CONFIGS["qwen2"][1], **factor}))
     lm = make_lm("scaled")

@@ -1,8 +1,6 @@
 """The policy as a module to train: loading, gradients, recomputation, dropout, optimizer groups, saving."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -67,6 +65,11 @@ def with_values(model: ActorCritic) -> ActorCritic:
     return model
 
 
+def first_norm(trunk: torch.nn.Module) -> torch.nn.Module:
+    """Inside the first layer, whose own hooks do not see that it is computed again."""
+    return next(m for m in first_layer(trunk).modules() if "Norm" in type(m).__name__)
+
+
 def loss_of(scores: Scores, mask: Tensor) -> Tensor:
     """A PPO loss to which log-probabilities, entropies and values all contribute."""
     advantages = torch.linspace(-1, 2, mask.numel()).view(mask.shape)
@@ -97,7 +100,6 @@ def gradients(model: ActorCritic, inputs: dict[str, Tensor]) -> dict[str, Tensor
 
 
 @VALUE_MODELS
-@EVERY_FAMILY
 def test_values_start_at_zero(folder: Path, value_model: str) -> None:
     model = load_actor_critic(str(folder), value_model=value_model)
     values = model(**episodes()).values
@@ -113,7 +115,7 @@ def test_every_dropout_is_off_even_in_train_mode(folder: Path) -> None:
     for _ in range(2):
         again = model(**inputs)
         assert torch.equal(again.logprobs, expected.logprobs) and torch.equal(again.values, expected.values)
-    assert not model.critic.training or model.training
+    assert model.policy.lm.training and model.critic.training
 
 
 @EVERY_FAMILY
@@ -138,7 +140,7 @@ def test_a_saved_policy_gives_the_same_logits_and_keeps_its_dropout(folder: Path
     assert torch.equal(naive_logits(again.eval(), ids), naive_logits(model.policy.lm, ids))
     saved, original = (AutoConfig.from_pretrained(path).to_dict() for path in (tmp_path / "saved", folder))
     assert {name: saved[name] for name in DROPOUT[family]} == dict.fromkeys(DROPOUT[family], 0.5)
-    assert saved == original
+    assert {**saved, "_name_or_path": ""} == {**original, "_name_or_path": ""}
 
 
 def test_a_half_precision_policy_is_saved_as_such(folder: Path, tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def test_a_half_precision_policy_is_saved_as_such(folder: Path, tmp_path: Path) 
 def test_the_reference_is_the_policy_at_the_start_frozen_and_its_own(folder: Path) -> None:
     model, reference, inputs = load_actor_critic(str(folder)), load_reference(str(folder)), episodes()
     assert torch.equal(reference(**inputs).logprobs, model(**inputs).logprobs)
-    assert not any(p.requires_grad for p in reference.parameters()) and not reference.training
+    assert not any(p.requires_grad for p in reference.parameters()) and not reference.lm.training
     before = reference(**inputs).logprobs
     with torch.no_grad():
         for parameter in model.parameters():
@@ -173,30 +175,25 @@ def test_a_micro_batch_in_which_nothing_counts_gives_zero_gradients_to_every_par
     assert not any(gradient.any() for gradient in gradients(model, inputs).values())
 
 
-@VALUE_MODELS
 @EVERY_FAMILY
-def test_every_parameter_is_trained(folder: Path, family: str, value_model: str) -> None:
-    model = with_values(load_actor_critic(str(folder), value_model=value_model))
+def test_every_parameter_is_trained(folder: Path) -> None:
+    model = with_values(load_actor_critic(str(folder)))
     zero = {name for name, gradient in gradients(model, episodes()).items() if not gradient.any()}
     assert all(name.endswith("k_proj.bias") for name in zero), "only a bias of keys cancels in the softmax"
 
 
-@VALUE_MODELS
 @EVERY_FAMILY
-def test_recomputation_gives_the_same_gradients(folder: Path, value_model: str) -> None:
-    plain = with_values(load_actor_critic(str(folder), value_model=value_model))
-    saving = with_values(
-        load_actor_critic(str(folder), value_model=value_model, gradient_checkpointing=True)
-    )
+def test_recomputation_gives_the_same_gradients(folder: Path) -> None:
+    plain = with_values(load_actor_critic(str(folder)))
+    saving = with_values(load_actor_critic(str(folder), gradient_checkpointing=True))
     inputs = episodes()
     expected = gradients(plain, inputs)
-    trunks = [saving.policy.lm] if saving.critic is None else [saving.policy.lm, saving.critic]
+    norms = first_norm(saving.policy.lm), first_norm(saving.critic)
     for enabled, calls_each in ((True, 2), (False, 1)):
-        for trunk in trunks:
-            with counting_calls(first_layer(trunk)) as calls, saving.recomputing(enabled):
-                got = gradients(saving, inputs)
-            assert len(calls) == calls_each
-            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        with counting_calls(norms[0]) as of_policy, counting_calls(norms[1]) as of_critic, saving.recomputing(enabled):
+            got = gradients(saving, inputs)
+        assert len(of_policy) == len(of_critic) == calls_each
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert not any(module.training for module in saving.modules())
 
 
@@ -223,10 +220,9 @@ def test_chunks_of_logits_give_the_same_gradients(folder: Path, restricted: bool
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6 * scale)
 
 
-@VALUE_MODELS
 @EVERY_FAMILY
-def test_each_trainable_parameter_is_in_exactly_one_optimizer_group(folder: Path, value_model: str) -> None:
-    model = load_actor_critic(str(folder), value_model=value_model)
+def test_each_trainable_parameter_is_in_exactly_one_optimizer_group(folder: Path) -> None:
+    model = load_actor_critic(str(folder))
     next(model.policy.parameters()).requires_grad_(False)
     groups = parameter_groups(model, learning_rate=1e-3, critic_learning_rate=2e-3, weight_decay=0.1)
     grouped = [p for group in groups for p in group["params"]]

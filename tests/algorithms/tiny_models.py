@@ -59,7 +59,9 @@ def make_lm(family: str, *, seed: int = 0, scale: float = 6.0, **changes: Any) -
     return lm.eval()
 
 
-def make_prompts(lengths: list[int], *, width: int | None = None, seed: int = 1, pad: int = PAD) -> tuple[Tensor, Tensor]:
+def make_prompts(
+    lengths: list[int], *, width: int | None = None, seed: int = 1, pad: int = PAD
+) -> tuple[Tensor, Tensor]:
     """Left-padded random prompts and their mask, int64 [B, width]."""
     generator = torch.Generator().manual_seed(seed)
     width = width or max(lengths)

@@ -8,30 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import lines, small_run
+from helpers import lines, make_rollout, small_run
 
 from train.batches import Rollout, balanced_parts, micro_batches, minibatches
 from train.ppo import train
-
-
-def make_rollout(counts: list[int], width: int = 6, length: int = 9, seed: int = 0) -> Rollout:
-    """Episodes with these numbers of counted tokens; every other tensor holds noise, also where nothing counts."""
-    draw = torch.Generator().manual_seed(seed)
-    batch = len(counts)
-    prompt_mask = (torch.arange(width) >= torch.randint(1, width, (batch, 1), generator=draw)).long()
-    floats = ("old_logprobs", "ref_logprobs", "old_values", "task_rewards", "kl", "rewards", "advantages", "returns")
-    return Rollout(
-        prompt_ids=torch.randint(3, 30, (batch, width), generator=draw),
-        prompt_mask=prompt_mask,
-        response_ids=torch.randint(3, 30, (batch, length), generator=draw),
-        response_mask=torch.arange(length) < torch.tensor(counts)[:, None],
-        action_mask=torch.randint(0, 256, (batch, length, 4), generator=draw, dtype=torch.uint8),
-        **{name: torch.randn(batch, length, generator=draw) for name in floats},
-        bootstrap=torch.zeros(batch),
-        complete=torch.ones(batch, dtype=torch.bool),
-        truncated=torch.zeros(batch, dtype=torch.bool),
-        indices=torch.arange(batch),
-    )
 
 
 class OneRank:

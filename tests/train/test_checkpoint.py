@@ -164,9 +164,7 @@ def test_refused_checkpoints(tmp_path: Path) -> None:
     ("higher_is_better", "values", "best"),
     [(True, [2.0, 1.0, 3.0, 3.0], 3), (False, [2.0, 1.0, 3.0, 1.0], 2), (True, [math.nan, 1.0, math.nan, 0.5], 2)],
 )
-def test_the_best_iteration(
-    higher_is_better: bool, values: list[float], best: int
-) -> None:
+def test_the_best_iteration(higher_is_better: bool, values: list[float], best: int) -> None:
     run = object.__new__(setup.Run)
     spec = SimpleNamespace(best_metric="score", higher_is_better=higher_is_better)
     run.config, run.state = SimpleNamespace(train_evaluation=spec), State()

@@ -121,13 +121,14 @@ def test_a_tokenizer_without_padding_or_end(models: Models, tmp_path: Path, caps
     ],
 )
 def test_a_reward_that_is_no_number_names_the_sample(how: str, words: str, models: Models, tmp_path: Path) -> None:
-    reward = {"id": "user_code:Broken", "args": {"how": how}}
+    args = {"how": how}
+    options = {"reward_fn": {"id": "user_code:Broken", "args": args}, "datapool__args": {"n": 2}}
     with pytest.raises(EnvError) as caught:
-        main(command(tmp_path, models(), reward_fn=reward))
+        main(command(tmp_path, models(), **options))
     assert "reward Broken on sample 'val-1'" in str(caught.value) and words in str(caught.value)
-    reward["args"]["sample_id"] = "train-3"  # not noticed before the first rollout
-    with pytest.raises(EnvError, match=f"environment [0-3], sample 'train-3': .*{words}"):
-        main([*command(tmp_path, models(), reward_fn=reward), "--overwrite"])
+    args["sample_id"] = "train-1"  # not noticed before the first rollout
+    with pytest.raises(EnvError, match=f"environment [0-3], sample 'train-1': .*{words}"):
+        main([*command(tmp_path, models(), **options), "--overwrite"])
 
 
 def test_a_reward_that_cannot_be_built(models: Models, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run that was interrupted and resumed is the run that was not, bit for bit; and what cannot be resumed is refused."""
+"""A run that was interrupted and resumed is the run that was not, bit for bit. What cannot be resumed is refused."""
 
 import json
 import os

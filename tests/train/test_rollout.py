@@ -21,7 +21,7 @@ T = 8
 
 
 def make_wave(rng: np.random.Generator, n_envs: int, action_mask: bool = False) -> Wave:
-    """Episodes of random lengths; some of the longest are truncated; each has reward 1 + its sample on its last token."""
+    """Episodes of random lengths, the longest truncated; each has reward 1 + its sample number on its last token."""
     lengths = torch.from_numpy(rng.integers(1, T + 1, n_envs))
     width = int(rng.integers(1, 6))
     prompt_mask = torch.arange(width) >= torch.from_numpy(rng.integers(0, width, n_envs))[:, None]
@@ -59,7 +59,9 @@ def test_a_batch_is_exactly_its_budget_for_any_lengths(bootstrap_truncated: bool
             torch.cat([getattr(wave, name) for wave in waves]) for name in ("lengths", "truncated", "indices")
         )
         tokens = torch.cat([wave.response_ids for wave in waves])
-        prompts = [row[keep.bool()] for wave in waves for row, keep in zip(wave.prompt_ids, wave.prompt_mask, strict=True)]
+        prompts = [
+            row[keep.bool()] for wave in waves for row, keep in zip(wave.prompt_ids, wave.prompt_mask, strict=True)
+        ]
 
         rollout = merge(waves, budget, bootstrap_truncated)
         n, counts = len(rollout), rollout.response_mask.sum(1)
@@ -187,9 +189,7 @@ def test_two_ranks_sample_what_one_process_with_all_environments_samples(
         lm = run.ranks.unwrap(run.model).policy.lm
         together = play_wave(lm, run.sampler, 1, 0, run.ranks, run.clock)
     with small_run(tmp_path, models(), env__n_envs=3, **options) as run:
-        parts = [
-            play_wave(lm, replace(run.sampler, first_env=first), 1, 0, run.ranks, run.clock) for first in (0, 3)
-        ]
+        parts = [play_wave(lm, replace(run.sampler, first_env=first), 1, 0, run.ranks, run.clock) for first in (0, 3)]
     for name in ("response_ids", "lengths", "task_rewards", "truncated", "indices"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(together, name)), name
     assert len(set(map(tuple, together.response_ids.tolist()))) == 6  # no two environments share a stream

@@ -1,7 +1,10 @@
 """Supervised runs on a tiny model: it learns, it ends, it resumes, and mistakes are named."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from tools.make_tiny_model import main as make_tiny_model
 from train.config import load_config
 from train.supervised import train
 
+ROOT = Path(__file__).parents[2]
 LENGTHS = (1, 2, 3)
 
 
@@ -121,6 +125,34 @@ def test_resuming_ends_where_an_uninterrupted_run_does(world: Path, trained: Pat
         assert lines(folder / name) == lines(trained / name)
     with pytest.raises(ValueError, match="differ: alg.training_args.eval_strategy"):
         run(world, "interrupted", "--resume")
+
+
+def test_two_ranks_train_as_one_does(world: Path) -> None:
+    """The same batches, gradients and metrics, though each rank sees half a batch and halves differ in tokens."""
+    short = ["--alg.training_args.max_steps=5", "--train_evaluation.eval_batch_size=2"]
+    alone = run(world, "one_rank", *short)
+    launch = [
+        str(Path(sys.executable).with_name("accelerate")),
+        "launch",
+        "--config_file",
+        "accelerate_configs/ddp_cpu.yaml",
+    ]
+    script = ["train/supervised.py", "--config", str(world / "config.yml"), "--experiment_name", "two_ranks"]
+    subprocess.run(
+        [*launch, *script, *short, "--alg.training_args.per_device_train_batch_size=8"],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=120,
+    )
+    together = alone.with_name("two_ranks")
+    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (alone, together))
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in ours)
+    for split in ("val", "test"):  # 15 samples: the ranks' shares are unequal
+        rows, others = (lines(path / f"{split}_split_metrics.jsonl") for path in (alone, together))
+        assert [row["iteration"] for row in rows] == [row["iteration"] for row in others] == [0, 5]
+        for row, other in zip(rows, others, strict=True):
+            assert other["metrics"] == pytest.approx(row["metrics"], rel=1e-4)
 
 
 def test_a_folder_in_use_is_left_alone(world: Path, trained: Path) -> None:
