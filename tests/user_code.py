@@ -1,9 +1,5 @@
 """Tasks, rewards and metrics as users bring them, well behaved and not: "user_code:NAME" in a configuration."""
 
-import os
-import signal
-import time
-from pathlib import Path
 from typing import Any
 
 from envs.episode import Episode
@@ -66,22 +62,6 @@ class Broken:
                     return values + values
                 values[i] = self.values[self.how]
         return values
-
-
-def fails_on_rank_1(episodes: list[Episode], *, how: str) -> list[float]:
-    """In a training rollout, rank 1's reward raises, or kills its rank."""
-    if os.environ.get("RANK") == "1" and any(e.sample_id.startswith("train") for e in episodes):
-        if how == "raise":
-            raise RuntimeError("this reward fails on rank 1")
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(60)
-    return [1.0] * len(episodes)
-
-
-def alive(episodes: list[Episode], *, folder: str) -> list[float]:
-    """Leaves the worker's process id in `folder`."""
-    (Path(folder) / str(os.getpid())).touch()
-    return one(episodes)
 
 
 def lengths(episodes: list[Episode]) -> dict[str, tuple[list[float], float]]:

@@ -9,7 +9,6 @@ epoch_*_{test,val}_split_predictions.json; a panel without data says so.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.run_files import pairs, points, read_predictions, read_run
+from tools.run_files import describe, pairs, points, read_predictions, read_run
 
 BLUE, ORANGE, GREEN, GREY = "#1f5fa8", "#d9731a", "#2d8a57", "#6b7280"
 N_SAMPLES = 10
@@ -42,6 +41,7 @@ class Panel:
     lines: tuple[Line, ...]
     right: tuple[Line, ...] = ()
     right_unit: str = ""
+    from_zero: bool = False
 
 
 REWARD = ("rollout/reward", "rollout/reward_mean", "rollout_info/ep_rew")
@@ -74,6 +74,7 @@ PANELS = (
             Line("train", LENGTH, "train (rollouts)", BLUE),
             Line("val", ("length",), "validation", ORANGE, "o"),
         ),
+        from_zero=True,
     ),
     Panel(
         "Diversity and fluency (validation)",
@@ -84,6 +85,7 @@ PANELS = (
         ),
         (Line("val", PERPLEXITY, "perplexity under the reference", GREY, "s", ":"),),
         "perplexity",
+        from_zero=True,
     ),
 )
 
@@ -93,14 +95,15 @@ def draw_panel(ax: Any, panel: Panel, run: dict[str, list[dict[str, Any]]]) -> N
     ax.set_xlabel("iteration", fontsize=9)
     ax.set_ylabel(panel.unit, fontsize=9)
     handles = draw_lines(ax, panel.lines, run)
+    if panel.from_zero:
+        start_at_zero(ax)
     if any(points(run[line.source], line.names) for line in panel.right):
         twin = ax.twinx()
         twin.set_ylabel(panel.right_unit, fontsize=9, color=GREY)
         twin.tick_params(labelsize=8, colors=GREY)
         twin.spines["top"].set_visible(False)
         handles += draw_lines(twin, panel.right, run)
-        low, high = twin.get_ylim()
-        twin.set_ylim(min(low, 0), high + 0.1 * (high - min(low, 0)))
+        start_at_zero(twin)
     if handles:
         ax.legend(
             handles=handles,
@@ -115,6 +118,12 @@ def draw_panel(ax: Any, panel: Panel, run: dict[str, list[dict[str, Any]]]) -> N
     ax.tick_params(labelsize=8)
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def start_at_zero(ax: Any) -> None:
+    """So that noise does not look like a trend."""
+    low, high = ax.get_ylim()
+    ax.set_ylim(min(low, 0), high + 0.1 * (high - min(low, 0)))
 
 
 def draw_lines(ax: Any, lines: Iterable[Line], run: dict[str, list[dict[str, Any]]]) -> list[Any]:
@@ -173,32 +182,6 @@ def draw_samples(ax: Any, folder: Path) -> None:
             write(x_reward, y, f"{reward:.2f}" if isinstance(reward, int | float) else "–", BLUE)
     ax.set_xlim(0, 1)
     ax.set_ylim(0, 1)
-
-
-def describe(folder: Path) -> str:
-    """What ran, from the run's config.json: algorithm, model, task, reward, KL coefficient."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-
-    def at(*path: str) -> Any:
-        value: Any = config
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
-
-    parts = {
-        "": str(at("alg", "id") or "").upper(),
-        "model ": at("alg", "policy", "args", "model_name") or at("alg", "model_name"),
-        "task ": at("datapool", "id"),
-        "reward ": at("reward_fn", "id"),
-        "KL coefficient ": at("alg", "kl_div", "coeff"),
-        "learning rate ": at("alg", "args", "learning_rate"),
-        "seed ": at("alg", "args", "seed"),
-    }
-    shown = [f"{name}{value}" for name, value in parts.items() if value not in (None, "")]
-    return short(" · ".join(shown), 175) if shown else ""
 
 
 def plot(folder: Path, out: Path) -> None:

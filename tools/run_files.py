@@ -74,3 +74,28 @@ def pairs(predictions: list[tuple[int, dict[str, Row]]], n: int) -> list[tuple[R
     shared = [sample for sample in before if sample in after]
     step = max(len(shared) // n, 1)
     return [(before[sample], after[sample]) for sample in shared[::step][:n]]
+
+
+def describe(folder: Path) -> str:
+    """What ran, from the run's config.json: algorithm, model, task, reward, KL coefficient."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+
+    def at(*path: str) -> Any:
+        value: Any = config
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    parts = {
+        "": str(at("alg", "id") or "").upper(),
+        "model ": at("alg", "policy", "args", "model_name") or at("alg", "model_name"),
+        "task ": at("datapool", "id"),
+        "reward ": at("reward_fn", "id"),
+        "KL coefficient ": at("alg", "kl_div", "coeff"),
+        "learning rate ": at("alg", "args", "learning_rate"),
+        "seed ": at("alg", "args", "seed"),
+    }
+    return " · ".join(f"{name}{value}" for name, value in parts.items() if value not in (None, ""))

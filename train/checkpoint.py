@@ -154,7 +154,9 @@ def load(path: Path, *, model: torch.nn.Module, optimizer: Any, sampler: Any, co
         raise ValueError(f"{path} was written under another configuration; these keys differ: {', '.join(differing)}")
     if described["world_size"] != ranks.world_size:
         raise ValueError(f"{path} was written by {described['world_size']} ranks; this run has {ranks.world_size}")
-    load_model(model, str(path / "model.safetensors"))  # through CPU memory, whatever the model's device
-    optimizer.load_state_dict(torch.load(path / "optimizer.pt", map_location=ranks.device, weights_only=True))
+    # Through the CPU's memory, from where both copy to their devices: a rank's device may be called cpu:0, which the
+    # loading functions do not know.
+    load_model(model, str(path / "model.safetensors"))
+    optimizer.load_state_dict(torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True))
     sampler.load_state_dict({"priorities": torch.load(path / "sampler.pt", weights_only=True)["priorities"].numpy()})
     return State(**described["state"])

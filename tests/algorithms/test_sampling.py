@@ -92,6 +92,7 @@ def test_the_token_that_crosses_top_p_stays() -> None:
     assert allowed([0.1, 0.5, 0.15, 0.25], top_p=0.6) == [False, True, False, True]
     assert allowed([0.1, 0.5, 0.15, 0.25], top_p=0.4) == [False, True, False, False]
     assert allowed([0.1, 0.5, 0.15, 0.25], top_p=1e-9) == [False, True, False, False]
+    assert sum(allowed([0.5, 0.5], top_p=0.5)) == 1, "a set that has exactly top_p is full"
 
 
 def test_top_k_counts_tokens_that_min_new_tokens_left() -> None:

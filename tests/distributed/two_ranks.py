@@ -1,4 +1,4 @@
-"""Checks that need two ranks, run by test_two_ranks.py through `accelerate launch`. Arguments: as the training script's.
+"""Checks that need two ranks, run by test_two_ranks.py through `accelerate launch`; arguments as of train/ppo.py.
 
 At the end rank 1 is killed, while rank 0 waits for it.
 """
@@ -110,7 +110,7 @@ def same_everywhere(run: Run) -> torch.Tensor:
 
 
 def check_early_stop(run: Run) -> None:
-    """The limit is on the mean over both ranks, and both act alike: before the step, and without harm to what follows."""
+    """The limit is on the mean over both ranks. Both stop together, before the step, without harm to what follows."""
     before = same_everywhere(run)
     share = replace(union_and_share(run)[1])
     share.old_logprobs = run_logprobs(run, share) - (1.0 if run.ranks.rank == 1 else 0.0)
@@ -128,9 +128,7 @@ def check_early_stop(run: Run) -> None:
 def run_logprobs(run: Run, part: Rollout) -> torch.Tensor:
     with torch.no_grad():
         model = run.ranks.unwrap(run.model)
-        return model(
-            part.prompt_ids, part.prompt_mask, part.response_ids, part.response_mask, temperature=1.0
-        ).logprobs
+        return model(part.prompt_ids, part.prompt_mask, part.response_ids, part.response_mask, temperature=1.0).logprobs
 
 
 def check_gradient_that_is_not_finite(run: Run) -> None:

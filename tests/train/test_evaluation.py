@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import changed, lines, small_run
+from helpers import changed, command, lines, small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from train.evaluation import evaluate
@@ -151,8 +151,6 @@ def test_a_metric_that_fails_stops_every_rank(models: Models, tmp_path: Path) ->
 
 
 def test_the_files_of_a_run(models: Models, tmp_path: Path) -> None:
-    from helpers import command
-
     options = {"train_evaluation__metrics": [{"id": "diversity"}], "tracking__trackers": ["tensorboard"]}
     main(command(tmp_path, models(), train_evaluation__n_iters=3, train_evaluation__eval_every=2, **options))
     folder = tmp_path / "tests/run"
@@ -182,8 +180,6 @@ def test_the_files_of_a_run(models: Models, tmp_path: Path) -> None:
 
 
 def test_no_iterations_is_an_evaluation_only(models: Models, tmp_path: Path) -> None:
-    from helpers import command
-
     main(command(tmp_path, models(), train_evaluation__n_iters=0))
     folder = tmp_path / "tests/run"
     assert [len(lines(folder / f"{split}_split_metrics.jsonl")) for split in ("val", "test")] == [1, 1]

@@ -180,6 +180,20 @@ def test_stepwise_rewards_of_a_cut_episode_stop_at_the_budget(models: Any, tmp_p
     assert torch.allclose(rollout.task_rewards, expected)
 
 
+def test_a_sample_s_priority_is_its_mean_absolute_advantage(models: Any, tmp_path: Path) -> None:
+    options = {"env__args__priority_scale": 2.0, "reward_fn": {"id": "user_code:each_token"}}
+    with small_run(tmp_path, models(), **options) as run:
+        rollout = collect(run, 1)
+        sampler = run.sampler.envs.sampler
+        expected = [1.0] * 12
+        for row, index in enumerate(rollout.indices.tolist()):  # of several episodes, the last one counts
+            expected[index] = float(rollout.advantages[row][rollout.response_mask[row]].abs().mean())
+        assert sampler.priorities.tolist() == pytest.approx(expected, rel=1e-5)
+        largest = int(sampler.priorities.argmax())
+        drawn = collect(run, 2).indices.tolist()
+    assert drawn.count(largest) > 1 / 12 * len(drawn)
+
+
 @pytest.mark.parametrize("generation", [{}, {"top_k": 5, "min_new_tokens": 2, "temperature": 0.7}])
 def test_two_ranks_sample_what_one_process_with_all_environments_samples(
     generation: dict[str, Any], models: Any, tmp_path: Path
