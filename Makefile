@@ -27,7 +27,7 @@ quickstart: $(READY)  ## train a small model on movie reviews, then improve it w
 	$(BIN)/python -m tools.plot runs/quickstart/ppo
 
 test: lint types  ## check style and types, then run all tests
-	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check:  ## what CI runs
 	bash .ci/run

@@ -119,8 +119,8 @@ class PPOArgs:
     """Response tokens per environment and iteration."""
     batch_size: Count = 64
     """Response tokens per optimizer step and rank."""
-    micro_batch_size: Count | None = None
-    """Episodes in one forward and backward pass; null = 16. Changes memory and speed, not the gradient."""
+    micro_batch_size: Count = 16
+    """Episodes in one forward and backward pass. Changes memory and speed, not the gradient."""
     n_epochs: Count = 10
     """Passes over each rollout."""
     gamma: Share = 0.99

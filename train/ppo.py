@@ -4,6 +4,7 @@ One iteration: the policy answers prompts until each rank has n_steps · n_envs 
 the answers; one forward of policy, critic and reference scores them; n_epochs passes of clipped updates follow.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -22,8 +23,6 @@ from train.script import expect_algorithm, run_script
 from train.setup import Run, start
 from train.stats import performance, rollout_stats
 from train.update import Sums, add_sums, explained_variance, lr_factor, optimizer_step, set_learning_rates
-
-MICRO_BATCH_SIZE = 16
 
 
 def train(run: Run) -> None:
@@ -65,7 +64,7 @@ def collect(run: Run, iteration: int) -> Rollout:
             run.reference,
             run.ranks,
             temperature=run.sampler.spec.temperature,
-            micro_batch_size=args.micro_batch_size or MICRO_BATCH_SIZE,
+            micro_batch_size=args.micro_batch_size,
         )
     with run.clock("wait"):
         run.ranks.barrier()
@@ -86,79 +85,78 @@ def update(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
     args, ranks = run.config.alg.args, run.ranks
     factor = lr_factor(iteration, run.config.train_evaluation.n_iters, args.lr_schedule, args.warmup_iterations)
     set_learning_rates(run.optimizer, factor)
-    whiten_each = args.normalize_advantage and args.advantage_scope == "minibatch"
-    if args.normalize_advantage and not whiten_each:
+    if args.normalize_advantage and args.advantage_scope == "batch":
         total = ranks.sum(moments(rollout.advantages, rollout.response_mask))
         rollout.advantages = whiten(rollout.advantages, rollout.response_mask, total)
-    largest_ratio = torch.zeros((), device=ranks.device)
-
-    def loss(part: Rollout) -> tuple[Tensor, Sums]:
-        nonlocal largest_ratio
-        now = run.model(
-            part.prompt_ids,
-            part.prompt_mask,
-            part.response_ids,
-            part.response_mask,
-            temperature=run.sampler.spec.temperature,
-            action_mask=part.action_mask,
-        )
-        largest_ratio = torch.maximum(largest_ratio, max_ratio(now.logprobs, part.old_logprobs, part.response_mask))
-        return ppo_loss(
-            logprobs=now.logprobs,
-            old_logprobs=part.old_logprobs,
-            entropy=now.entropy,
-            values=now.values[:, :-1],
-            old_values=part.old_values,
-            advantages=part.advantages,
-            returns=part.returns,
-            response_mask=part.response_mask,
-            clip_range=args.clip_range,
-            clip_range_vf=args.clip_range_vf,
-            vf_coef=args.vf_coef,
-            ent_coef=args.ent_coef,
-        )
-
     sums: Sums = {}
-    steps = []
+    norms: list[float] = []
+    ratios: list[Tensor] = []
     with run.clock("update"), ranks.unwrap(run.model).recomputing(run.config.alg.policy.args.gradient_checkpointing):
-        for epoch in range(args.n_epochs):
-            for micro_batches in minibatches(
-                rollout,
+        for micro_batches in passes(run, rollout, iteration):
+            step = optimizer_step(
+                lambda part: loss(run, part, ratios),
+                micro_batches,
+                run.model,
+                run.optimizer,
                 ranks,
-                generator(args.seed, "minibatch", iteration, epoch),
-                batch_size=args.batch_size,
-                micro_batch_size=args.micro_batch_size or MICRO_BATCH_SIZE,
-                whiten_each=whiten_each,
-            ):
-                steps.append(
-                    optimizer_step(
-                        loss,
-                        micro_batches,
-                        run.model,
-                        run.optimizer,
-                        ranks,
-                        max_grad_norm=args.max_grad_norm,
-                        kl_limit=None if args.target_kl is None else 1.5 * args.target_kl,
-                    )
-                )
-                add_sums(sums, steps[-1].stats)
-                if steps[-1].grad_norm is None:
-                    break
-            if steps[-1].grad_norm is None:
+                max_grad_norm=args.max_grad_norm,
+                kl_limit=None if args.target_kl is None else 1.5 * args.target_kl,
+            )
+            add_sums(sums, step.stats)
+            if step.grad_norm is None:
                 break
-    norms = [step.grad_norm for step in steps if step.grad_norm is not None]
-    means = ranks.mean(sums)
+            norms.append(step.grad_norm)
+    values, returns, mask = rollout.old_values, rollout.returns, rollout.response_mask
     return {
-        **means,
-        "loss/entropy": -means["policy/entropy"],
-        "policy/ratio_max": float(ranks.max(largest_ratio)),
+        **ranks.mean(sums),
+        "policy/ratio_max": float(ranks.max(torch.stack(ratios).max())),
         "policy/grad_norm": sum(norms) / max(1, len(norms)),
         "policy/optimizer_steps": float(len(norms)),
         "policy/learning_rate": factor * args.learning_rate,
-        "value/explained_variance": explained_variance(
-            rollout.old_values, rollout.returns, rollout.response_mask, ranks
-        ),
+        "value/explained_variance": explained_variance(values, returns, mask, ranks),
     }
+
+
+def passes(run: Run, rollout: Rollout, iteration: int) -> Iterator[list[Rollout]]:
+    """The micro-batches of each optimizer step: n_epochs times all minibatches, shuffled anew each time."""
+    args = run.config.alg.args
+    for epoch in range(args.n_epochs):
+        yield from minibatches(
+            rollout,
+            run.ranks,
+            generator(args.seed, "minibatch", iteration, epoch),
+            batch_size=args.batch_size,
+            micro_batch_size=args.micro_batch_size,
+            whiten_each=args.normalize_advantage and args.advantage_scope == "minibatch",
+        )
+
+
+def loss(run: Run, part: Rollout, ratios: list[Tensor]) -> tuple[Tensor, Sums]:
+    """PPO's loss, summed over the tokens of a micro-batch; its largest probability ratio is added to `ratios`."""
+    args = run.config.alg.args
+    now = run.model(
+        part.prompt_ids,
+        part.prompt_mask,
+        part.response_ids,
+        part.response_mask,
+        temperature=run.sampler.spec.temperature,
+        action_mask=part.action_mask,
+    )
+    ratios.append(max_ratio(now.logprobs, part.old_logprobs, part.response_mask))
+    return ppo_loss(
+        logprobs=now.logprobs,
+        old_logprobs=part.old_logprobs,
+        entropy=now.entropy,
+        values=now.values[:, :-1],
+        old_values=part.old_values,
+        advantages=part.advantages,
+        returns=part.returns,
+        response_mask=part.response_mask,
+        clip_range=args.clip_range,
+        clip_range_vf=args.clip_range_vf,
+        vf_coef=args.vf_coef,
+        ent_coef=args.ent_coef,
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

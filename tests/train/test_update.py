@@ -79,7 +79,7 @@ def test_the_ratio_is_1_at_the_first_minibatch(family: str, models: Any, tmp_pat
 
 
 def test_an_early_stop_comes_before_the_step(models: Any, tmp_path: Path) -> None:
-    with small_run(tmp_path, models(), alg__args__target_kl=1e-6) as run:
+    with small_run(tmp_path, models(), alg__args__target_kl=1e-6, alg__args__micro_batch_size=1) as run:
         rollout, before = collect(run, 1), flat(run.model)
         stats = update(run, rollout, 1)  # the first step goes anywhere, the second would start from too far away
         assert stats["policy/optimizer_steps"] == 1 and not torch.equal(flat(run.model), before)
