@@ -195,6 +195,8 @@ def train(config: Config) -> None:
         separator=alg.separator,
     )
     rows = make_rows(config, alg, builder, say=args.process_index == 0)
+    if config.train_evaluation.metrics and args.process_index == 0:
+        print("note: train_evaluation.metrics need generated responses and are not measured by this script", flush=True)
     claim_folder(config, args, checkpoint)
     trainer = make_trainer(run_folder(config), args, model, tokenizer, rows)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))

@@ -179,14 +179,20 @@ def test_resuming_what_is_not_there_is_an_error(world: Path) -> None:
     assert not (world / "runs" / "p" / "new").exists()
 
 
-def test_overwrite_starts_anew_and_the_seed_decides(world: Path) -> None:
-    short = ["--overwrite", "--alg.training_args.max_steps=3", "--alg.training_args.eval_strategy=no"]
+def test_overwrite_starts_anew_and_the_seed_decides(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = [
+        "--overwrite",
+        "--train_evaluation.metrics=[{id: diversity}]",
+        "--alg.training_args.max_steps=3",
+        "--alg.training_args.eval_strategy=no",
+    ]
     results = []
     for seed in (1, 1, 2):
         folder = run(world, "seeds", *short, f"--alg.training_args.seed={seed}")
         assert len(lines(folder / "val_split_metrics.jsonl")) == 2
         results.append(load_file(folder / "model" / "model.safetensors")["transformer.wte.weight"])
     assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+    assert capsys.readouterr().out.count("train_evaluation.metrics need generated responses") == 3
 
 
 def test_padding_may_be_eos(world: Path) -> None:
