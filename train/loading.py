@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -12,26 +13,22 @@ from algorithms.policy import LanguageModel
 from train.config import Config
 
 
-def check_model_name(name: str) -> None:
+def check_model_name(name: str, files: Sequence[str] = ("config.json",)) -> None:
     """Raises ValueError at once for a folder that is not there, or a hub name that can be neither found nor fetched.
 
-    Without this, a mistyped folder is looked for on the hub, with retries of most of a minute.
+    `files`: at least one of them has to be there. Without this check, a mistyped folder is looked for on the hub, with
+    retries of most of a minute.
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{name} is a folder without config.json: it is no model that save_pretrained wrote")
+        if not any((path / file).is_file() for file in files):
+            raise ValueError(f"{name} is a folder without {' or '.join(files)}: save_pretrained writes it")
         return
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/"):
         raise ValueError(f"there is no folder {name} (looked for it in {Path.cwd()})")
-    cached = cached_file(
-        name,
-        "config.json",
-        local_files_only=True,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if cached is None and not _hub_answers():
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    cached = any(cached_file(name, file, local_files_only=True, **quietly) for file in files)
+    if not cached and not _hub_answers():
         raise ValueError(
             f"{name} is neither a folder here nor in the local hub cache, and the hub cannot be reached: "
             "give a folder, or download it first where there is a network"
@@ -52,7 +49,7 @@ def _hub_answers() -> bool:
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """The tokenizer, with a padding token. Raises ValueError if it lacks what the run needs."""
     spec = config.tokenizer
-    check_model_name(spec.model_name)
+    check_model_name(spec.model_name, ("tokenizer.json", "tokenizer_config.json", "config.json"))
     tokenizer = AutoTokenizer.from_pretrained(
         spec.model_name, padding_side=spec.padding_side, truncation_side=spec.truncation_side
     )

@@ -88,7 +88,7 @@ def test_the_hub_is_not_waited_for(models: Models, tmp_path: Path, capsys: Captu
 def test_a_folder_that_is_no_model(models: Models, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "empty").mkdir()
     found = message(command(tmp_path, models(), tokenizer__model_name=str(tmp_path / "empty")), capsys)
-    assert "is a folder without config.json" in found
+    assert "is a folder without tokenizer.json or tokenizer_config.json or config.json" in found
 
 
 def test_a_tokenizer_without_padding_or_end(models: Models, tmp_path: Path, capsys: Capture) -> None:
