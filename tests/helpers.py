@@ -151,7 +151,7 @@ def gradients(run: Run, rollout: Any, **changes: Any) -> list[Tensor]:
     return ranks.gradients
 
 
-def launch(*words: str | Path, timeout: float = 90, **environment: str | None) -> subprocess.CompletedProcess[str]:
+def launch(*words: str | Path, timeout: float = 150, **environment: str | None) -> subprocess.CompletedProcess[str]:
     """`accelerate launch WORDS`; whatever it started is ended, also after a timeout, which fails the test."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}", **environment}
     process = subprocess.Popen(

@@ -133,6 +133,8 @@ def generate(
     """
     kwargs = run.config.train_evaluation.generation_kwargs
     spec, lm = run.sampler.spec, run.ranks.unwrap(run.model).policy.lm
+    if kwargs is not None:
+        _check_generation_kwargs(kwargs)
     if kwargs is not None and not kwargs.keys() <= OWN_KEYS:
         return _generate_with_transformers(run, lm, kwargs, split, indices, prompt_ids, prompt_mask)
     if kwargs is not None:
@@ -151,6 +153,19 @@ def generate(
             pad_token_id=run.sampler.pad_token_id,
         )
     return responses.ids, responses.lengths
+
+
+def _check_generation_kwargs(kwargs: Row) -> None:
+    """Raises ValueError for what transformers would ignore without a word, or sample nonsense with."""
+    known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+    for name in kwargs:
+        if name not in known:
+            raise ValueError(f"train_evaluation.generation_kwargs: {unknown('keyword', name, known)}")
+    if (temperature := kwargs.get("temperature")) is not None and temperature <= 0:
+        raise ValueError(
+            f"train_evaluation.generation_kwargs.temperature is {temperature}: it must be above 0; "
+            "do_sample: false takes the likeliest tokens"
+        )
 
 
 def _generate_with_transformers(

@@ -107,8 +107,10 @@ def update(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
                 break
             norms.append(step.grad_norm)
     values, returns, mask = rollout.old_values, rollout.returns, rollout.response_mask
+    means = ranks.mean(sums)
     return {
-        **ranks.mean(sums),
+        **means,
+        "loss/entropy": -means["policy/entropy"],
         "policy/ratio_max": float(ranks.max(torch.stack(ratios).max())),
         "policy/grad_norm": sum(norms) / max(1, len(norms)),
         "policy/optimizer_steps": float(len(norms)),

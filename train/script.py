@@ -4,6 +4,12 @@ import os
 import sys
 from collections.abc import Callable
 
+from envs.pool import EnvError, WorkerError
+
+
+# EnvError and WorkerError come from a user's reward or task; their message holds the worker's own traceback.
+MENDABLE = (ValueError, FileNotFoundError, EnvError, WorkerError)
+
 
 def expect_algorithm(given: str, *own: str) -> None:
     """Raises ValueError if alg.id is none of the script's own, naming the script for it."""
@@ -12,10 +18,10 @@ def expect_algorithm(given: str, *own: str) -> None:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Runs `main`; a ValueError or FileNotFoundError becomes its message and exit code 2 (DEBUG=1: traceback)."""
+    """Runs `main`; what a user can mend becomes its message and exit code 2 (with DEBUG=1 the traceback)."""
     try:
         main()
-    except (ValueError, FileNotFoundError) as error:
+    except MENDABLE as error:
         if os.environ.get("DEBUG"):
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -197,6 +197,8 @@ def claimed(folder: Path, config: Config, ranks: Ranks) -> Iterator[Path | None]
 def _claim(folder: Path, config: Config) -> Path | None:
     """The checkpoint to resume from; or None, and config.json marks the folder as this run's."""
     if config.run.resume not in (None, "never"):
+        if config.run.overwrite:
+            raise ValueError("--resume goes on with the run in the folder, --overwrite deletes it: give one of them")
         return checkpoint.find(folder / "checkpoints", config.run.resume)
     mark = folder / "config.json"
     if config.run.overwrite and mark.is_file():

@@ -194,7 +194,7 @@ def test_chunks_give_the_same_results_and_gradients(chunk: int, restricted: bool
     whole, calls = run_chunks(N, restricted=restricted, unrestricted=unrestricted)
     assert calls == [N], "one chunk is not computed twice"
     parts, _ = run_chunks(chunk, restricted=restricted, unrestricted=unrestricted)
-    torch.testing.assert_close(parts, whole, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-5)  # values up to 35: a few units in the last place
 
 
 def test_no_more_than_a_chunk_of_logits_exists_and_each_is_computed_again_in_the_backward_pass() -> None:

@@ -6,7 +6,7 @@ import sys
 from train.distributed import Ranks
 
 with contextlib.ExitStack() as stack:
-    ranks = Ranks(timeout_s=60)
+    ranks = Ranks(timeout_s=600)
     stack.callback(ranks.finish)
     print(f"rank {ranks.rank} of {ranks.world_size}", flush=True)
     if "raise" in sys.argv and ranks.rank == 1:

@@ -43,6 +43,8 @@ def message(arguments: list[str], capsys: Capture) -> str:
         ("train_evaluation__best_metric", "rewad", ["best_metric", "unknown metric 'rewad'", "'reward'"]),
         ("env__args__max_prompt_length", 25, ["max_prompt_length (25)", "max_episode_length (8)", "32 positions"]),
         ("env__args__max_episode_length", 32, ["exceed the model's 32 positions"]),
+        ("train_evaluation__generation_kwargs", {"do_sampel": True}, ["unknown keyword 'do_sampel'", "do_sample"]),
+        ("train_evaluation__generation_kwargs", {"temperature": 0}, ["temperature is 0: it must be above 0"]),
         ("train_evaluation__generation_kwargs", {"max_new_tokens": 27}, ["max_new_tokens (27)", "32 positions"]),
         ("alg__policy__args__optimizer_class", "AdamV", ["optimizer_class 'AdamV'", "AdamW"]),
         ("alg__policy__args__optimizer_kwargs", {"beta": 1}, ["optimizer_kwargs", "beta"]),
@@ -54,8 +56,11 @@ def test_a_fault_is_named(
     found = message(command(tmp_path, models(), **{option: value}), capsys)
     for word in words:
         assert word in found, found
-    # The folder is free for the next try, which may be right.
-    assert not (tmp_path / "tests/run/config.json").exists() or option == "train_evaluation__best_metric"
+
+
+def test_the_next_try_needs_no_overwrite(models: Models, tmp_path: Path, capsys: Capture) -> None:
+    assert "dummy_pool" in message(command(tmp_path, models(), datapool={"id": "dummy_pol"}), capsys)
+    main(command(tmp_path, models(), train_evaluation__n_iters=0))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,7 @@ def test_a_model_that_is_not_there_is_noticed_at_once(
 ) -> None:
     start = time.monotonic()
     assert words in message(command(tmp_path, models(), **{option: name}), capsys)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
 
 
 def test_the_hub_is_not_waited_for(models: Models, tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
@@ -82,7 +87,7 @@ def test_the_hub_is_not_waited_for(models: Models, tmp_path: Path, capsys: Captu
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody answers
     start = time.monotonic()
     found = message(command(tmp_path, models(), tokenizer__model_name="some-user/some-model"), capsys)
-    assert "the hub cannot be reached" in found and time.monotonic() - start < 3
+    assert "the hub cannot be reached" in found and time.monotonic() - start < 10
 
 
 def test_a_folder_that_is_no_model(models: Models, tmp_path: Path, capsys: Capture) -> None:
