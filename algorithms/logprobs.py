@@ -1,6 +1,7 @@
 """Log-probabilities of chosen tokens, in fp32, without ever holding a [B, T, V] array in fp32."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,9 @@ def token_logprobs(
 
     pieces = [slice(start, start + chunk) for start in range(0, len(states), chunk)]
     if len(pieces) > 1 and torch.is_grad_enabled():
-        results = [checkpoint(part, rows, states[rows], use_reentrant=False) for rows in pieces]
+        # There is no randomness to preserve.
+        again = partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False)
+        results = [again(rows, states[rows]) for rows in pieces]
     else:
         results = [part(rows, states[rows]) for rows in pieces]
     if not results:

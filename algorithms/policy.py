@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +56,7 @@ class LanguageModel(nn.Module):
         self.vocab_size: int = lm.get_output_embeddings().weight.shape[0]  # the logits' width, not the tokenizer's size
         self.needs_positions = takes_position_ids(lm)
         self.plain_head = _head_is_plain(lm)
+        _check_causal(lm)
         self.logits_chunk_bytes = logits_chunk_mb * 2**20
 
     def forward(
@@ -173,6 +173,17 @@ def join(prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> tuple
 
 
 @torch.no_grad()
+def _check_causal(lm: PreTrainedModel) -> None:
+    """Raises ValueError if a later token changes what an earlier one predicts, as in BERT without is_decoder."""
+    ids = torch.tensor([[0, 1], [0, 0]], device=lm.device)
+    was_training = lm.training
+    first = lm.eval()(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, 0]
+    lm.train(was_training)
+    if not torch.allclose(first[0], first[1], rtol=1e-2, atol=1e-3, equal_nan=True):
+        raise ValueError(f"{type(lm).__name__} is not causal: its tokens attend to later ones")
+
+
+@torch.no_grad()
 def _head_is_plain(lm: PreTrainedModel) -> bool:
     """Whether logits are exactly head(trunk(ids)), seen by running both on two tokens.
 
@@ -260,8 +271,3 @@ def parameter_groups(
         }
         for (is_policy, decayed), parameters in sorted(groups.items(), reverse=True)
     ]
-
-
-def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
-    """Number of numbers, for the log."""
-    return sum(parameter.numel() for parameter in parameters)

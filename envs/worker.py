@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -176,6 +177,8 @@ def main() -> None:
     # A handler rather than SIG_IGN, which programs that a reward starts would inherit.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
+        # Processes that a reward forks (multiprocessing) must be able to end each other.
+        os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # what a reward prints appears at once
     sock = socket.socket(fileno=fd)

@@ -55,6 +55,7 @@ def save(
     optimizer: Any,
     sampler: Any,
     config: Mapping[str, Any],
+    data: str,
     ranks: Ranks,
     keep_last: int,
 ) -> None:
@@ -65,7 +66,8 @@ def save(
     error = None
     if ranks.is_main:
         try:
-            _write(checkpoints, state, model=model, optimizer=optimizer, sampler=sampler, config=config, ranks=ranks)
+            described = {"world_size": ranks.world_size, "config": config, "data": data, "torch": torch.__version__}
+            _write(checkpoints, state, described, model=model, optimizer=optimizer, sampler=sampler)
             prune(checkpoints, keep_last, state)
         except Exception as problem:  # also told to the other ranks, which would wait for ever
             error = problem
@@ -77,14 +79,7 @@ def save(
 
 
 def _write(
-    checkpoints: Path,
-    state: State,
-    *,
-    model: Any,
-    optimizer: Any,
-    sampler: Any,
-    config: Mapping[str, Any],
-    ranks: Ranks,
+    checkpoints: Path, state: State, described: Mapping[str, Any], *, model: Any, optimizer: Any, sampler: Any
 ) -> None:
     checkpoints.mkdir(parents=True, exist_ok=True)
     aside = checkpoints / f".writing_{state.iteration}"
@@ -94,17 +89,12 @@ def _write(
         save_model(model, str(aside / "model.safetensors"))
         torch.save(optimizer.state_dict(), aside / "optimizer.pt")
         torch.save({"priorities": torch.from_numpy(sampler.state_dict()["priorities"])}, aside / "sampler.pt")
-        described = {
-            "state": asdict(state),
-            "world_size": ranks.world_size,
-            "config": config,
-            "torch": torch.__version__,
-        }
-        (aside / "state.json").write_text(json.dumps(described, indent=1))
+        (aside / "state.json").write_text(json.dumps({"state": asdict(state), **described}, indent=1), "utf-8")
         for path in (*aside.iterdir(), aside):
             fsync(path)
         final = folder_of(checkpoints, state.iteration)
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():  # of the run before it was killed and resumed; renamed, since removing takes longer
+            os.rename(final, checkpoints / f".removing_{state.iteration}")
         os.rename(aside, final)
         fsync(checkpoints)
     except BaseException:
@@ -144,19 +134,44 @@ def find(checkpoints: Path, resume: str) -> Path:
     return folder_of(checkpoints, saved[-1])
 
 
-def load(path: Path, *, model: torch.nn.Module, optimizer: Any, sampler: Any, config: Any, ranks: Ranks) -> State:
-    """Puts a checkpoint back into model, optimizer and sampler. Every rank reads.
+def check(path: Path, config: Any, ranks: Ranks, data: str | None = None) -> dict[str, Any]:
+    """What a checkpoint says of itself. `data`: the fingerprint of the samples, once they are known.
 
-    Raises ValueError if it was written under another configuration or number of ranks.
+    Raises ValueError if it was written under another configuration, number of ranks or data, or is damaged.
     """
-    described = json.loads((path / "state.json").read_text())
+    try:
+        described: dict[str, Any] = json.loads((path / "state.json").read_text("utf-8"))
+    except ValueError as error:
+        raise _damaged(path, error) from error
     if differing := config.differences(described["config"]):
         raise ValueError(f"{path} was written under another configuration; these keys differ: {', '.join(differing)}")
     if described["world_size"] != ranks.world_size:
         raise ValueError(f"{path} was written by {described['world_size']} ranks; this run has {ranks.world_size}")
+    if data is not None and described["data"] != data:
+        raise ValueError(f"{path} was written with other samples: what datapool {config.datapool.id} gives has changed")
+    return described
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    others = ", ".join(str(folder_of(path.parent, n)) for n in saved_iterations(path.parent)[::-1])
+    return ValueError(f"{path} is damaged ({type(error).__name__}: {error}); give --resume another one of: {others}")
+
+
+def load(
+    path: Path, *, model: torch.nn.Module, optimizer: Any, sampler: Any, config: Any, data: str, ranks: Ranks
+) -> State:
+    """Puts a checkpoint back into model, optimizer and sampler. Every rank reads. Raises ValueError as `check` does."""
+    described = check(path, config, ranks, data)
+    try:
+        _restore(path, model, optimizer, sampler)
+        return State(**described["state"])
+    except Exception as error:  # whatever a library says about a file that is cut off or overwritten
+        raise _damaged(path, error) from error
+
+
+def _restore(path: Path, model: torch.nn.Module, optimizer: Any, sampler: Any) -> None:
     # Through the CPU's memory, from where both copy to their devices: a rank's device may be called cpu:0, which the
     # loading functions do not know.
     load_model(model, str(path / "model.safetensors"))
     optimizer.load_state_dict(torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True))
     sampler.load_state_dict({"priorities": torch.load(path / "sampler.pt", weights_only=True)["priorities"].numpy()})
-    return State(**described["state"])

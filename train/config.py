@@ -202,6 +202,11 @@ class Config:
                 f"alg.policy.args.prompt_truncation_side ({policy.prompt_truncation_side}) contradicts "
                 f"env.args.prompt_truncation_side ({limits.prompt_truncation_side}); leave the former out"
             )
+        if alg.args.normalize_advantage and alg.args.advantage_scope == "minibatch" and alg.args.batch_size == 1:
+            raise ValueError(
+                "alg.args.batch_size 1 leaves nothing of an advantage that is normalised over its minibatch; make it "
+                "larger, or set alg.args.advantage_scope to batch or alg.args.normalize_advantage to false"
+            )
         if alg.args.normalize_advantage and self.env.n_envs * alg.args.n_steps == 1:
             raise ValueError("alg.args.normalize_advantage needs env.n_envs * alg.args.n_steps > 1: one has no spread")
 

@@ -99,7 +99,7 @@ class Policy:
     """The models, their optimizer and how they generate."""
 
     def __post_init__(self) -> None:
-        if self.id not in POLICIES + MASKED_POLICIES and ":" not in self.id:
+        if self.id not in POLICIES + MASKED_POLICIES:
             raise ValueError(unknown("id", self.id, POLICIES + MASKED_POLICIES))
 
 

@@ -25,8 +25,9 @@ class Ranks:
 
     def __init__(self, *, timeout_s: float, trackers: Iterable[str] = (), logging_dir: str | None = None) -> None:
         """Joins the other ranks. Raises RuntimeError if the world is not the one that was asked for."""
+        asked = list(trackers)
         self.accelerator = Accelerator(
-            log_with=list(trackers) or None,
+            log_with=asked or None,
             project_config=ProjectConfiguration(project_dir=logging_dir, logging_dir=f"{logging_dir}/tensorboard"),
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s)),
@@ -36,6 +37,9 @@ class Ranks:
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.device = self.accelerator.device
         self._guard()
+        found = {str(getattr(tracker, "value", tracker)) for tracker in self.accelerator.log_with}
+        if missing := [name for name in asked if name not in found]:
+            raise ValueError(f"tracking.trackers: {', '.join(missing)} cannot be used here; is the package installed?")
 
     @property
     def is_main(self) -> bool:
@@ -137,7 +141,7 @@ class Ranks:
         """
         norm = float(self.accelerator.clip_grad_norm_(model.parameters(), max_grad_norm))
         if not torch.isfinite(torch.tensor(norm)):
-            raise FloatingPointError(f"the gradient's norm is {norm}")
+            raise FloatingPointError(f"the gradient's norm is {norm}: look at the rewards, and at the learning rate")
         optimizer.step()
         optimizer.zero_grad()
         return norm

@@ -1,5 +1,6 @@
 """The environments of a rank: their data, their worker processes, their reward, and how responses are sampled."""
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,12 @@ def make_sampler(
     device_reward = make_device_reward(config, ranks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     first_env = ranks.rank * env.n_envs
+    paths, fingerprint = write_data(config, ranks, folder, tokenizer)
     envs = TextVectorEnv(
         env.n_envs,
         env.n_workers or min(env.n_envs, max(1, cores // ranks.local_world_size)),
         init={
-            **write_data(config, ranks, folder, tokenizer),
+            **paths,
             # A worker is not even to look at a device's reward: that would import torch there.
             "reward": None if device_reward else {"id": config.reward_fn.id, "args": config.reward_fn.args},
             "env": {
@@ -58,6 +60,7 @@ def make_sampler(
     )
     return Sampler(
         envs=envs,
+        data=fingerprint,
         spec=SamplingSpec(
             max_new_tokens=env.args.max_episode_length,
             min_new_tokens=generation.min_new_tokens,
@@ -83,20 +86,26 @@ def make_device_reward(config: Config, ranks: Ranks) -> Any:
     return registry.build(config.reward_fn.id, given, known, "reward", given=("episodes",))
 
 
-def write_data(config: Config, ranks: Ranks, folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Samples and tokenizer as files for the workers, written by rank 0; returns their paths."""
+def write_data(
+    config: Config, ranks: Ranks, folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, Any], str]:
+    """Samples and tokenizer as files for the workers, written by rank 0: (their paths, fingerprint of the samples)."""
     data = folder / "data"
-    problem = None
+    problem, fingerprint = None, hashlib.sha256()
     if ranks.is_main:
         try:
             data.mkdir(parents=True, exist_ok=True)
             task = registry.build(config.datapool.id, config.datapool.args, TASKS, "task", given=("split",))
             for split in SPLITS:
                 write_samples(data / f"{split}.jsonl", task(split=split))
+                with (data / f"{split}.jsonl").open("rb") as file:
+                    while block := file.read(2**20):
+                        fingerprint.update(block)
             tokenizer.backend_tokenizer.save(str(data / "tokenizer.json"))
         except Exception as error:  # the other ranks wait for these files: they have to stop too
             problem = error
-    if ranks.broadcast(problem is not None):
+    failed, digest = ranks.broadcast((problem is not None, fingerprint.hexdigest()))
+    if failed:
         raise problem or RuntimeError("rank 0 could not prepare the data; its message says why")
     splits = {split: str(data / f"{split}.jsonl") for split in SPLITS}
-    return {"tokenizer": str(data / "tokenizer.json"), "splits": splits}
+    return {"tokenizer": str(data / "tokenizer.json"), "splits": splits}, digest

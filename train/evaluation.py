@@ -101,11 +101,14 @@ def measure(run: Run, split: str, rows: list[Row]) -> dict[str, float]:
         "truncated": sum(episode.truncated for episode in episodes) / n,
         "fluency_metrics/reference_perplexity": math.exp(min(sum(row["nll"] for row in rows) / max(1.0, tokens), 700)),
     }
-    for metric in run.metrics:
-        for name, (values, corpus) in metric(episodes).items():
-            metrics[name] = float(corpus)
-            for row, value in zip(rows, ["n/a"] * n if values is None else values, strict=True):
-                row[name] = value
+    for spec, metric in zip(run.config.train_evaluation.metrics, run.metrics, strict=True):
+        try:
+            for name, (values, corpus) in metric(episodes).items():
+                metrics[name] = float(corpus)
+                for row, value in zip(rows, ["n/a"] * n if values is None else values, strict=True):
+                    row[name] = value
+        except Exception as error:
+            raise RuntimeError(f"metric {spec.id} on the {split} split: {type(error).__name__}: {error}") from error
     return metrics
 
 

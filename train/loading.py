@@ -12,6 +12,9 @@ from transformers.utils import cached_file
 from algorithms.policy import LanguageModel
 from train.config import Config
 
+# One of them has to be there: without any, transformers makes a tokenizer of one token, and every text is empty.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
 
 def check_model_name(name: str, files: Sequence[str] = ("config.json",)) -> None:
     """Raises ValueError at once for a folder that is not there, or a hub name that can be neither found nor fetched.
@@ -49,7 +52,7 @@ def _hub_answers() -> bool:
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """The tokenizer, with a padding token. Raises ValueError if it lacks what the run needs."""
     spec = config.tokenizer
-    check_model_name(spec.model_name, ("tokenizer.json", "tokenizer_config.json", "config.json"))
+    check_model_name(spec.model_name, TOKENIZER_FILES)
     tokenizer = AutoTokenizer.from_pretrained(
         spec.model_name, padding_side=spec.padding_side, truncation_side=spec.truncation_side
     )
@@ -85,9 +88,8 @@ def prompt_limit(config: Config, tokenizer: PreTrainedTokenizerBase, policy: Lan
     if args.max_prompt_length is None:
         known = [limit for limit in (tokenizer.model_max_length, room) if limit is not None and limit < 10**9]
         if not known or min(known) < 1:
-            raise ValueError(
-                "env.args.max_prompt_length is needed: neither tokenizer nor model limits the length (enough)"
-            )
+            fault = f"{name} ({longest}) leaves no room for a prompt in the model's {positions} positions"
+            raise ValueError(fault if known else "env.args.max_prompt_length is needed: nothing else limits prompts")
         return min(known)
     if room is not None and args.max_prompt_length > room:
         raise ValueError(

@@ -41,6 +41,7 @@ class Sampler:
     """All that a rollout needs beside the models: where prompts come from, how tokens are sampled, who rewards."""
 
     envs: TextVectorEnv
+    data: str  # fingerprint of the samples
     spec: SamplingSpec
     eos_token_ids: list[int]
     stop_on_eos: bool

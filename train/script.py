@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from envs.pool import EnvError, WorkerError
 
-
 # EnvError and WorkerError come from a user's reward or task; their message holds the worker's own traceback.
 MENDABLE = (ValueError, FileNotFoundError, EnvError, WorkerError)
 
@@ -26,3 +25,6 @@ def run_script(main: Callable[[], None]) -> None:
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; --resume goes on from the newest checkpoint", file=sys.stderr, flush=True)
+        sys.exit(130)

@@ -2,9 +2,7 @@
 
 import contextlib
 import ctypes
-import json
 import math
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +17,7 @@ from envs import registry
 from envs.metrics import METRICS
 from envs.streams import generator
 from train import checkpoint, tracking
+from train.claim import claimed
 from train.config import Config
 from train.config_types import flatten
 from train.distributed import Ranks
@@ -68,6 +67,7 @@ class Run:
                 optimizer=self.optimizer,
                 sampler=self.sampler.envs.sampler,
                 config=self.config.to_dict(),
+                data=self.sampler.data,
                 ranks=self.ranks,
                 keep_last=self.config.train_evaluation.keep_last,
             )
@@ -81,7 +81,7 @@ def start(config: Config) -> Iterator[Run]:
     ranks = Ranks(timeout_s=config.distributed.timeout_s, trackers=config.tracking.trackers, logging_dir=str(folder))
     with contextlib.ExitStack() as stack:
         stack.callback(ranks.finish)
-        with claimed(folder, config, ranks) as checkpoint_path:
+        with claimed(folder, config, ranks, stack) as checkpoint_path:
             run = build(config, ranks, folder, stack)
             if checkpoint_path is not None:
                 resume(run, checkpoint_path)
@@ -95,6 +95,8 @@ def start(config: Config) -> Iterator[Run]:
 def build(config: Config, ranks: Ranks, folder: Path, stack: contextlib.ExitStack) -> Run:
     """All parts of a run as they are before its first iteration."""
     args = config.alg.policy.args
+    if config.alg.policy.id != "causal_lm_actor_critic_policy":
+        raise ValueError(f"alg.policy.id: only causal_lm_actor_critic_policy is available, not {config.alg.policy.id}")
     tokenizer = load_tokenizer(config)
     check_model_name(args.model_name)
     torch.manual_seed(int(generator(config.alg.args.seed, "model").integers(2**62)))
@@ -136,11 +138,14 @@ def resume(run: Run, path: Path) -> None:
         optimizer=run.optimizer,
         sampler=run.sampler.envs.sampler,
         config=run.config,
+        data=run.sampler.data,
         ranks=run.ranks,
     )
     if run.ranks.is_main:
         tracking.forget_after(run.folder, run.state.iteration)
-        print(f"resumed from {path} after iteration {run.state.iteration}", flush=True)
+        done, n_iters = run.state.iteration, run.config.train_evaluation.n_iters
+        rest = "" if done < n_iters else f": nothing is left to train up to n_iters {n_iters}, only the end is repeated"
+        print(f"resumed from {path} after iteration {done}{rest}", flush=True)
     run.ranks.barrier()
 
 
@@ -166,52 +171,6 @@ def run_folder(config: Config) -> Path:
     """output_dir/project_name/experiment_name."""
     where = config.tracking
     return Path(where.output_dir) / where.project_name / where.experiment_name
-
-
-@contextlib.contextmanager
-def claimed(folder: Path, config: Config, ranks: Ranks) -> Iterator[Path | None]:
-    """Makes the folder this run's; yields the checkpoint to resume from, or None for a fresh run.
-
-    Raises ValueError if it holds another run and neither --resume nor --overwrite was given, FileNotFoundError if there
-    is nothing to resume. If the context fails, a fresh folder is free again.
-    """
-    found, problem = None, None
-    if ranks.is_main:
-        try:
-            found = _claim(folder, config)
-        except Exception as error:  # the other ranks wait: they have to stop too
-            problem = error
-    found, failed = ranks.broadcast((found, problem is not None))
-    if failed:
-        raise problem or RuntimeError("rank 0 could not take the run's folder; its message says why")
-    try:
-        yield found
-    except BaseException:
-        if found is None and ranks.is_main:
-            (folder / "config.json").unlink(missing_ok=True)
-        raise
-    if found is not None and ranks.is_main:  # not before: a checkpoint of another configuration is refused above
-        (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1))
-
-
-def _claim(folder: Path, config: Config) -> Path | None:
-    """The checkpoint to resume from; or None, and config.json marks the folder as this run's."""
-    if config.run.resume not in (None, "never"):
-        if config.run.overwrite:
-            raise ValueError("--resume goes on with the run in the folder, --overwrite deletes it: give one of them")
-        return checkpoint.find(folder / "checkpoints", config.run.resume)
-    mark = folder / "config.json"
-    if config.run.overwrite and mark.is_file():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with mark.open("x") as file:
-            json.dump(config.to_dict(), file, indent=1)
-    except FileExistsError as error:
-        raise ValueError(
-            f"{folder} holds another run: give --resume, --overwrite, or another tracking.experiment_name"
-        ) from error
-    return None
 
 
 def reuse_freed_memory() -> None:

@@ -1,5 +1,7 @@
 """The numbers of an iteration: what the rollout was like, and what it cost."""
 
+import math
+
 import torch
 
 from algorithms.masked import mean_and_std, moments
@@ -12,6 +14,7 @@ def rollout_stats(rollout: Rollout, ranks: Ranks, kl_coef: float) -> dict[str, f
     """Means (and name_std) over the tokens or episodes of all ranks.
 
     Rewards and lengths are of complete episodes: one that the token budget cut has no terminal reward in the batch.
+    With no complete episode they are NaN, null in the files.
     """
     tokens, complete = rollout.response_mask, rollout.complete
     every = torch.ones_like(complete)
@@ -29,7 +32,8 @@ def rollout_stats(rollout: Rollout, ranks: Ranks, kl_coef: float) -> dict[str, f
     totals = ranks.sum(torch.stack([moments(x, mask) for x, mask in measured.values()]))
     stats = {"kl/coef": kl_coef, "rollout/tokens": float(totals[3, 2]), "rollout/episodes": float(totals[4, 2])}
     for name, total in zip(measured, totals, strict=True):
-        stats[name], stats[f"{name}_std"] = (float(x) for x in mean_and_std(total, unbiased=False))
+        mean_std = mean_and_std(total, unbiased=False) if total[2] > 0 else (math.nan, math.nan)
+        stats[name], stats[f"{name}_std"] = (float(x) for x in mean_std)
     return stats
 
 

@@ -16,7 +16,7 @@ from tiny_models import (
     naive_logits,
     shared_lm,
 )
-from transformers import CohereConfig, GraniteConfig
+from transformers import AutoModelForCausalLM, BertConfig, CohereConfig, GraniteConfig
 
 from algorithms.policy import ActorCritic, LanguageModel
 from algorithms.sampling import SamplingSpec
@@ -117,3 +117,11 @@ def test_half_precision_gives_ratio_one_too(spec: SamplingSpec) -> None:
     new = model(**inputs)
     assert torch.equal(new.logprobs, old.logprobs) and torch.equal(new.values, old.values)
     assert new.values.dtype == torch.float32
+
+
+def test_a_model_that_sees_later_tokens_is_refused() -> None:
+    config = BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    with pytest.raises(ValueError, match="BertLMHeadModel is not causal"):
+        LanguageModel(AutoModelForCausalLM.from_config(config).eval())

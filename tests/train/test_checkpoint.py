@@ -22,7 +22,7 @@ class Parts:
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
         torch.manual_seed(seed)
-        self.folder = folder
+        self.folder, self.data = folder, "fingerprint"
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
         self.model[1].weight = self.model[0].weight  # tied, as embeddings are
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
@@ -37,7 +37,8 @@ class Parts:
 
     def arguments(self) -> dict[str, Any]:
         ranks = SimpleNamespace(is_main=True, world_size=1, device="cpu", broadcast=lambda x: x)
-        return {"model": self.model, "optimizer": self.optimizer, "sampler": self.sampler, "ranks": ranks}
+        parts = {"model": self.model, "optimizer": self.optimizer, "sampler": self.sampler}
+        return {**parts, "data": self.data, "ranks": ranks}
 
     def save(self, iteration: int, keep_last: int = 2, best: int | None = None) -> None:
         state = State(iteration=iteration, kl_coef=0.25 * iteration, best_iteration=best, best_value=best and 1.5)
@@ -157,6 +158,29 @@ def test_refused_checkpoints(tmp_path: Path) -> None:
     parts.save(1)
     parts.config = SimpleNamespace(differences=lambda other: ["alg.args.gamma"])
     with pytest.raises(ValueError, match=r"another configuration; these keys differ: alg\.args\.gamma"):
+        parts.load(1)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "sampler.pt", "state.json"])
+@pytest.mark.parametrize("content", [b"", b"junk", None])
+def test_a_damaged_checkpoint_is_named_with_those_that_are_left(
+    file: str, content: bytes | None, tmp_path: Path
+) -> None:
+    parts = Parts(tmp_path)
+    parts.step(), parts.save(1), parts.save(2)
+    path = folder_of(tmp_path, 2) / file
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if content is None else content)
+    with pytest.raises(ValueError, match="checkpoint_2 is damaged .* give --resume another one of: .*checkpoint_1"):
+        parts.load(2)
+    assert parts.load(1).iteration == 1
+
+
+def test_other_samples_are_not_gone_on_with(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    parts.save(1)
+    parts.data = "other"
+    parts.config.datapool = SimpleNamespace(id="jsonl")
+    with pytest.raises(ValueError, match="was written with other samples: what datapool jsonl gives has changed"):
         parts.load(1)
 
 

@@ -140,9 +140,9 @@ def test_rewards_and_metrics_of_users(models: Models, tmp_path: Path) -> None:
 
 
 def test_a_metric_that_fails_stops_every_rank(models: Models, tmp_path: Path) -> None:
-    with small_run(tmp_path, models()) as run:
-        run.metrics.append(lambda episodes: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+    with small_run(tmp_path, models(), train_evaluation__metrics=[{"id": "diversity"}]) as run:
+        run.metrics[:] = [lambda episodes: 1 / 0]
+        with pytest.raises(RuntimeError, match="metric diversity on the val split: ZeroDivisionError"):
             evaluate(run, "val", 0)
         other = OneOf(run.ranks, 1, 2, [])
         other.broadcast = lambda item: ({}, True)  # what rank 0 says

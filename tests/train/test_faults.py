@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers import ROOT, command
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.vector import EnvError, WorkerError
 from train.ppo import main
@@ -93,7 +93,7 @@ def test_the_hub_is_not_waited_for(models: Models, tmp_path: Path, capsys: Captu
 def test_a_folder_that_is_no_model(models: Models, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "empty").mkdir()
     found = message(command(tmp_path, models(), tokenizer__model_name=str(tmp_path / "empty")), capsys)
-    assert "is a folder without tokenizer.json or tokenizer_config.json or config.json" in found
+    assert "is a folder without tokenizer.json or tokenizer_config.json or" in found
 
 
 def test_a_tokenizer_without_padding_or_end(models: Models, tmp_path: Path, capsys: Capture) -> None:
@@ -164,3 +164,27 @@ def test_a_script_for_another_algorithm(script: str, models: Models, tmp_path: P
     found = capsys.readouterr().err
     assert f"alg.id is {other}" in found and f"use train/{other}.py" in found
     assert not (tmp_path / "tests").exists()
+
+
+def test_a_model_without_a_tokenizer_is_refused(models: Models, tmp_path: Path, capsys: Capture) -> None:
+    bare = tmp_path / "bare"
+    AutoModelForCausalLM.from_pretrained(models()).save_pretrained(bare)
+    found = message(command(tmp_path, models(), tokenizer__model_name=str(bare)), capsys)
+    assert "is a folder without tokenizer.json or tokenizer_config.json" in found
+
+
+def test_a_policy_that_is_not_there_yet(models: Models, tmp_path: Path, capsys: Capture) -> None:
+    found = message(command(tmp_path, models(), alg__policy__id="seq2seq_lm_actor_critic_policy"), capsys)
+    assert "only causal_lm_actor_critic_policy is available" in found
+
+
+def test_minibatches_of_one_token_are_not_normalised(models: Models, tmp_path: Path, capsys: Capture) -> None:
+    assert "alg.args.batch_size 1 leaves nothing" in message(
+        command(tmp_path, models(), alg__args__batch_size=1), capsys
+    )
+
+
+def test_a_tracker_that_is_not_installed(models: Models, tmp_path: Path, capsys: Capture) -> None:
+    assert "tracking.trackers: wandb cannot be used here" in message(
+        command(tmp_path, models(), tracking__trackers=["wandb"]), capsys
+    )

@@ -131,7 +131,7 @@ def test_killed_at_a_random_moment(whole: Path, models: Callable[..., Path], tmp
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert first.exists()
+    assert checkpoint.saved_iterations(first.parent)
     main([*arguments, "--resume"])
     assert_same(tmp_path / "tests/run", whole)
 
