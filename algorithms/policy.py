@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from algorithms.logprobs import token_logprobs
+from algorithms.probes import check_causal, head_is_plain
 from algorithms.sampling import positions, takes_position_ids, unpack_mask
 
 
@@ -55,8 +56,8 @@ class LanguageModel(nn.Module):
         self.original_config = original_config or lm.config
         self.vocab_size: int = lm.get_output_embeddings().weight.shape[0]  # the logits' width, not the tokenizer's size
         self.needs_positions = takes_position_ids(lm)
-        self.plain_head = _head_is_plain(lm)
-        _check_causal(lm)
+        self.plain_head = head_is_plain(lm)
+        check_causal(lm)
         self.logits_chunk_bytes = logits_chunk_mb * 2**20
 
     def forward(
@@ -170,41 +171,6 @@ def join(prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> tuple
     """
     after = torch.ones_like(response_ids, dtype=prompt_mask.dtype)
     return torch.cat([prompt_ids, response_ids], 1), torch.cat([prompt_mask, after], 1)
-
-
-@torch.no_grad()
-def _check_causal(lm: PreTrainedModel) -> None:
-    """Raises ValueError if a later token changes what an earlier one predicts, as in BERT without is_decoder."""
-    ids = torch.tensor([[0, 1], [0, 0]], device=lm.device)
-    was_training = lm.training
-    first = lm.eval()(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, 0]
-    lm.train(was_training)
-    rounding = 1e-5 if first.dtype == torch.float32 else 1e-2
-    if (first[0] - first[1]).abs().max() > rounding * first.abs().max():
-        raise ValueError(f"{type(lm).__name__} is not causal: its tokens attend to later ones")
-
-
-@torch.no_grad()
-def _head_is_plain(lm: PreTrainedModel) -> bool:
-    """Whether logits are exactly head(trunk(ids)), seen by running both on two tokens.
-
-    The head gets states a thousand times too large: soft-capping hardly changes the small logits of a fresh model.
-    """
-    head = lm.get_output_embeddings()
-    if head is None or lm.base_model is lm:
-        return False
-    ids = torch.arange(2, device=lm.device)[None]
-    was_training = lm.training
-    lm.eval()
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-    hook = head.register_forward_pre_hook(lambda module, args: (args[0] * 1000, *args[1:]))
-    try:
-        whole = lm(**inputs).logits
-    finally:
-        hook.remove()
-    parts = head(lm.base_model(**inputs).last_hidden_state * 1000)
-    lm.train(was_training)
-    return whole.shape == parts.shape and torch.allclose(whole, parts, rtol=1e-4, atol=1e-5)
 
 
 _DROPOUT_NAMES = ("dropout", "pdrop", "drop_rate", "layerdrop")
