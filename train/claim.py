@@ -57,16 +57,16 @@ def _claim(folder: Path, replaced: Path, config: Config, ranks: Ranks, stack: co
         found = checkpoint.find(folder / "checkpoints", str(config.run.resume))
         checkpoint.check(found, config, ranks)
         folder.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(_lock(folder))
+        stack.enter_context(locked(folder))
         return found
     if config.run.overwrite and folder.exists() and any(folder.iterdir()):
-        if not _is_run(folder):
+        if not is_run(folder):
             raise ValueError(f"{folder} is not the folder of a run, so --overwrite leaves it alone")
-        with _lock(folder):
+        with locked(folder):
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)
     folder.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(_lock(folder))
+    stack.enter_context(locked(folder))
     try:
         with (folder / MARK).open("x", encoding="utf-8") as file:
             json.dump(config.to_dict(), file, indent=1)
@@ -77,7 +77,7 @@ def _claim(folder: Path, replaced: Path, config: Config, ranks: Ranks, stack: co
     return None
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
     """Whether the folder is a run's, or one that a failed start has left; not, say, a model's with its config.json."""
     try:
         return {"alg", "train_evaluation"} <= json.loads((folder / MARK).read_text("utf-8")).keys()
@@ -88,7 +88,7 @@ def _is_run(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[IO[str]]:
+def locked(folder: Path) -> Iterator[IO[str]]:
     """Holds the folder's lock. Raises ValueError if another process does. It is released when the process ends."""
     with (folder / ".lock").open("w") as file:
         try:

@@ -16,6 +16,7 @@ a seq2seq model to answer it. Loss and perplexity are per reference token, EOS i
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
@@ -30,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Trainer, T
 
 from envs.registry import build
 from envs.tasks import TASKS
+from train.claim import is_run, locked
 from train.config import Config, SupervisedAlg, load_config
 from train.loading import check_model_name, load_tokenizer
 from train.script import run_script
@@ -90,6 +92,8 @@ def check_folder(config: Config) -> Path | None:
     folder, resume = run_folder(config), config.run.resume
     saved, in_use = folder / "config.json", folder.exists() and any(folder.iterdir())
     if resume not in (None, "never"):
+        if config.run.overwrite:
+            raise ValueError("--resume goes on with the run in the folder, --overwrite deletes it: give one of them")
         checkpoint = find_checkpoint(folder / "checkpoints", str(resume))
         if saved.is_file() and (differing := config.differences(json.loads(saved.read_text(encoding="utf-8")))):
             raise ValueError(f"{folder} was made with another configuration; these keys differ: {', '.join(differing)}")
@@ -99,10 +103,8 @@ def check_folder(config: Config) -> Path | None:
             f"{folder} holds a run already; give --resume to go on with it, --overwrite to replace it, "
             "or another --tracking.experiment_name"
         )
-    if in_use and not saved.is_file():
-        raise ValueError(
-            f"{folder} has files but no config.json: it is no run's folder, so --overwrite leaves it alone"
-        )
+    if in_use and not is_run(folder):
+        raise ValueError(f"{folder} is no run's folder, so --overwrite leaves it alone")
     return None
 
 
@@ -119,17 +121,23 @@ def find_checkpoint(checkpoints: Path, resume: str) -> Path:
     return Path(resume)
 
 
-def claim_folder(config: Config, args: TrainingArguments, checkpoint: Path | None) -> None:
-    """Makes the folder this run's: empty for a new one, as it was at the checkpoint for one that goes on."""
+def claim_folder(config: Config, args: TrainingArguments, checkpoint: Path | None, stack: contextlib.ExitStack) -> None:
+    """Makes the folder this run's: empty for a new one, as it was at the checkpoint for one that goes on.
+
+    It is locked until `stack` closes. Raises ValueError if another process is running in it.
+    """
     folder = run_folder(config)
     barrier()  # until all ranks have looked at the folder, none may change it
     if args.process_index == 0:
+        folder.mkdir(parents=True, exist_ok=True)
         if checkpoint is None:
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
+            with locked(folder):
+                shutil.rmtree(folder)
+            folder.mkdir()
+        stack.enter_context(locked(folder))
+        if checkpoint is not None:
             state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
             forget_after(folder, state["global_step"])
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1), encoding="utf-8")
     barrier()
 
@@ -197,11 +205,12 @@ def train(config: Config) -> None:
     rows = make_rows(config, alg, builder, say=args.process_index == 0)
     if config.train_evaluation.metrics and args.process_index == 0:
         print("note: train_evaluation.metrics need generated responses and are not measured by this script", flush=True)
-    claim_folder(config, args, checkpoint)
-    trainer = make_trainer(run_folder(config), args, model, tokenizer, rows)
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    evaluate(trainer, rows["test"])
-    save_model(trainer, run_folder(config))
+    with contextlib.ExitStack() as stack:
+        claim_folder(config, args, checkpoint, stack)
+        trainer = make_trainer(run_folder(config), args, model, tokenizer, rows)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        evaluate(trainer, rows["test"])
+        save_model(trainer, run_folder(config))
 
 
 def main() -> None:

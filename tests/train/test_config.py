@@ -95,7 +95,7 @@ def test_stray_comma_of_rl4lms_narrative_qa_is_named() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.y*ml")), ids=lambda path: path.name)
 def test_every_file_in_configs_loads(path: Path) -> None:
-    load_config(["--config", str(path)])
+    assert load_config(["--config", str(path)]).run.config_path == str(path)
 
 
 def test_defaults(tmp_path: Path) -> None:

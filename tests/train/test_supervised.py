@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
 
 from tools.make_tiny_model import main as make_tiny_model
+from train.claim import locked
 from train.config import load_config
 from train.supervised import train
 
@@ -170,6 +171,15 @@ def test_a_folder_in_use_is_left_alone(world: Path, trained: Path) -> None:
     (other / "thesis.txt").write_text("")
     with pytest.raises(ValueError, match="no run's folder"):
         run(world, "not_a_run", "--overwrite")
+    (other / "config.json").write_text('{"model_type": "gpt2"}')  # a model has one as well
+    with pytest.raises(ValueError, match="no run's folder"):
+        run(world, "not_a_run", "--overwrite")
+    assert (other / "thesis.txt").exists()
+    with locked(trained), pytest.raises(ValueError, match="another process is running in"):
+        run(world, "trained", "--overwrite")
+    assert (trained / "model" / "model.safetensors").read_bytes() == weights
+    with pytest.raises(ValueError, match="give one of them"):
+        run(world, "trained", "--overwrite", "--resume")
 
 
 def test_resuming_what_is_not_there_is_an_error(world: Path) -> None:
