@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from algorithms.masked import EPSILON
+
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Per-token estimate k1 = log π(a) - log π_ref(a) of KL(π ‖ π_ref), unbiased for a ~ π. Any equal shapes, nats.
@@ -10,6 +12,38 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     Both log-probabilities are of the unrestricted distributions at the sampling temperature.
     """
     return logprobs - ref_logprobs
+
+
+def kl_penalty(kl: Tensor, estimator: str) -> Tensor:
+    """The estimate "k1", "k2" or "k3" of the KL from `kl`, which is k1 (Schulman 2020, "Approximating KL divergence").
+
+    k2 = k1²/2 and k3 = exp(-k1) - 1 + k1 are never negative. As a loss, k1 has the gradient 0 on average, k2 that of
+    KL(π ‖ π_ref), k3 that of KL(π_ref ‖ π).
+    """
+    if estimator == "k1":
+        return kl
+    return kl.square() / 2 if estimator == "k2" else torch.expm1(-kl) + kl
+
+
+def shape_rewards(
+    task_rewards: Tensor,
+    response_mask: Tensor,
+    truncated: Tensor,
+    *,
+    scale: float,
+    clip: float | None,
+    missing_eos_penalty: float,
+) -> Tensor:
+    """The rewards that training sees, [B, T]: scaled, then limited to ±clip, then less `missing_eos_penalty` at the
+    last token of a response that ended without EOS. task_rewards, response_mask (of whole responses): [B, T];
+    truncated: bool [B]."""
+    shaped = task_rewards * scale
+    if clip is not None:
+        shaped = shaped.clamp(-clip, clip)
+    if missing_eos_penalty:
+        last = response_mask.sum(1, keepdim=True) - 1
+        shaped = shaped.scatter_add(1, last, -missing_eos_penalty * truncated[:, None].to(shaped.dtype))
+    return shaped
 
 
 def token_rewards(task_rewards: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef: float) -> Tensor:
@@ -27,6 +61,18 @@ def update_kl_coef(kl_coef: float, kl: float, target_kl: float | None) -> float:
         return kl_coef
     error = min(max((kl - target_kl) / target_kl, -0.2), 0.2)
     return kl_coef * (1.0 + 0.1 * error)
+
+
+def group_advantages(rewards: Tensor, *, estimator: str, scale: bool = True) -> Tensor:
+    """Advantages of whole responses among those to the same prompt. rewards: [G, N], a group a row; returns [G, N].
+
+    "grpo" (Shao et al. 2024, eq. 3): r - mean, over the standard deviation + 1e-8 if `scale` (without it: Liu et al.
+    2025, Dr. GRPO). "rloo" (Ahmadian et al. 2024, eq. 9): r less the mean of the other N - 1.
+    """
+    centred = rewards - rewards.mean(1, keepdim=True)
+    if estimator == "rloo":
+        return centred * (rewards.shape[1] / (rewards.shape[1] - 1))
+    return centred / (rewards.std(1, keepdim=True) + EPSILON) if scale else centred
 
 
 def gae(

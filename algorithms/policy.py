@@ -1,18 +1,21 @@
 """The policy and its critic in one module, the frozen reference, and the one forward pass that scores responses."""
 
 import contextlib
-import copy
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from algorithms.forward import Inputs, decoder_inputs, same_attention_kernel, states_and_logits, trunk_states
 from algorithms.logprobs import token_logprobs
-from algorithms.probes import check_causal, head_is_plain
-from algorithms.sampling import positions, takes_position_ids, unpack_mask
+from algorithms.packing import unpack_mask
+from algorithms.padding import join, positions, takes_position_ids, to_right
+from algorithms.probes import check_causal, find_head, trains_attention_bias
 
 
 @dataclass(kw_only=True)
@@ -22,7 +25,8 @@ class Scores:
     logprobs [B, T]: of the sampled tokens under the distribution they were sampled from (temperature, action mask).
     raw_logprobs [B, T]: the same without the action mask, for the KL to the reference.
     entropy [B, T]: of the restricted distribution.
-    states [B, T+1, H]: hidden states before each token, and after the last. values [B, T+1]: the critic's.
+    states [B, T+1, H]: hidden states before each token, and after the last. values [B, T+1]: the critic's,
+    or None of a policy without values.
     """
 
     logprobs: Tensor
@@ -32,33 +36,70 @@ class Scores:
     values: Tensor | None = None
 
 
-def response_states(trunk: nn.Module, ids: Tensor, mask: Tensor, prompt_width: int, needs_positions: bool) -> Tensor:
-    """Hidden states [B, T+1, H] at the last prompt token and at each response token: what tokens 0..T follow."""
-    place = {"position_ids": positions(mask)} if needs_positions else {}
-    out = trunk(input_ids=ids, attention_mask=mask, use_cache=False, **place)
-    states: Tensor = out.last_hidden_state[:, prompt_width - 1 :]
-    return states
-
-
 class LanguageModel(nn.Module):
-    """A causal language model that scores given responses. Used for the policy (trained) and the reference (frozen).
+    """A language model, causal or sequence-to-sequence, that scores given responses: the policy or the reference.
 
-    The trunk runs once over prompt and response; the head runs on counted response positions only, a chunk at a time.
-    Families whose head does more than multiply (soft-capping, scaling) are found by comparing once and take the
-    slower path through the model's own forward.
+    The trunk runs once over prompt and response (an encoder once over the prompt, its decoder once over the response);
+    the head runs on counted response positions only, a chunk at a time. Families whose head does more than `Head`
+    (soft-capping) are found by comparing once and take the slower path through the model's own forward.
+
+    start_token_id: what the decoder of a sequence-to-sequence model reads first; None for a causal model. It is
+    `decoder_start_token_id`, or else that of the model's config; ValueError where both lack it.
     """
 
     def __init__(
-        self, lm: PreTrainedModel, *, logits_chunk_mb: int = 256, original_config: PretrainedConfig | None = None
+        self,
+        lm: PreTrainedModel,
+        *,
+        decoder_start_token_id: int | None = None,
+        logits_chunk_mb: int = 256,
+        original_config: PretrainedConfig | None = None,
     ) -> None:
         super().__init__()
-        self.lm = lm
+        self.lm = freeze_tables(lm)
         self.original_config = original_config or lm.config
-        self.vocab_size: int = lm.get_output_embeddings().weight.shape[0]  # the logits' width, not the tokenizer's size
-        self.needs_positions = takes_position_ids(lm)
-        self.plain_head = head_is_plain(lm)
+        weight = lm.get_output_embeddings().weight
+        self.vocab_size: int = weight.shape[0]  # the logits' width, not the tokenizer's size
+        self.start_token_id = start_token(lm, decoder_start_token_id, self.vocab_size)
+        self.needs_positions = self.start_token_id is None and takes_position_ids(lm)
+        self.head = find_head(lm)
         check_causal(lm)
+        self.attention = same_attention_kernel if trains_attention_bias(lm) else contextlib.nullcontext
+        own_size = lm.config.get_text_config(decoder=True).hidden_size  # not that of OPT-350m's states
+        self.state_size: int = own_size if self.head is None else weight.shape[1]
         self.logits_chunk_bytes = logits_chunk_mb * 2**20
+
+    def inputs(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> Inputs:
+        """Arguments for a forward of this model, or of its critic, whose last T+1 states are those of a response.
+
+        A sequence-to-sequence model gets its prompt padded on the right. Its decoder's mask hides nothing: what comes
+        after a response is seen by nothing that counts, and T5Gemma would hide each padding token, even a sampled one.
+        """
+        if self.start_token_id is None:
+            ids, mask = join(prompt_ids, prompt_mask, response_ids)
+            place = {"position_ids": positions(mask)} if self.needs_positions else {}
+            return {"input_ids": ids, "attention_mask": mask, **place}
+        ids, mask = to_right(prompt_ids, prompt_mask)
+        decoder_ids = nn.functional.pad(response_ids, (1, 0), value=self.start_token_id)
+        return {"input_ids": ids, "attention_mask": mask, **decoder_inputs(decoder_ids)}
+
+    def run(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """(states [B, T+1, H], rows [B, T+1, ·], head): `head(rows)` are the logits of what follows each state."""
+        inputs, kept = self.inputs(prompt_ids, prompt_mask, response_ids), response_ids.shape[1] + 1
+        with self.attention():
+            if self.head is None:
+                return *states_and_logits(self.lm, inputs, kept), nn.Identity()
+            states = trunk_states(self.lm.base_model, inputs, kept)
+        return states, states, partial(self.head.logits, self.lm)
+
+    def token_logits(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, response_mask: Tensor
+    ) -> Tensor:
+        """float32 [N, V]: the logits that each counted token was chosen by, row-major; all of them are held at once."""
+        _, rows, head = self.run(prompt_ids, prompt_mask, response_ids)
+        return head(rows[:, :-1][response_mask.nonzero(as_tuple=True)]).float()
 
     def forward(
         self,
@@ -76,26 +117,15 @@ class LanguageModel(nn.Module):
         prompt_ids, prompt_mask: [B, P] left-padded. response_ids, response_mask: [B, T] right-padded; only positions in
         response_mask are scored. action_mask: packed [B, T, ceil(V/8)], the tokens sampling allowed, or None.
         """
-        ids, mask = join(prompt_ids, prompt_mask, response_ids)
-        if self.plain_head:
-            states = response_states(self.lm.base_model, ids, mask, prompt_ids.shape[1], self.needs_positions)
-            head, inputs = self.lm.get_output_embeddings(), states
-        else:
-            place = {"position_ids": positions(mask)} if self.needs_positions else {}
-            kept = response_ids.shape[1] + 1
-            out = self.lm(
-                ids, attention_mask=mask, use_cache=False, output_hidden_states=True, logits_to_keep=kept, **place
-            )
-            states = out.hidden_states[-1][:, -kept:]
-            head, inputs = nn.Identity(), out.logits[:, -kept:]
+        states, rows, head = self.run(prompt_ids, prompt_mask, response_ids)
         counted = response_mask.nonzero(as_tuple=True)
         packed = None if action_mask is None else action_mask[counted]
         results = token_logprobs(
-            inputs[:, :-1][counted],
+            rows[:, :-1][counted],
             response_ids[counted],
             head,
             temperature=temperature,
-            mask=None if packed is None else lambda rows: unpack_mask(packed[rows], self.vocab_size),
+            mask=None if packed is None else lambda part: unpack_mask(packed[part], self.vocab_size),
             chunk=self.chunk_rows(),
             unrestricted=unrestricted,
         )
@@ -124,16 +154,20 @@ class ActorCritic(nn.Module):
     """Policy and critic in one module, so that one engine, one optimizer and one gradient clip serve both.
 
     `critic` is a model of its own without an LM head (RL4LMs' way), or None: then the value head reads the policy's
-    hidden states. The value head starts at zero, so that the first advantages are the rewards alone.
+    hidden states. The value head starts at zero, so that the first advantages are the rewards alone. With
+    `values=False` there is neither critic nor value head, for algorithms that need no values.
     """
 
-    def __init__(self, policy: LanguageModel, critic: PreTrainedModel | None) -> None:
+    def __init__(self, policy: LanguageModel, critic: PreTrainedModel | None = None, *, values: bool = True) -> None:
         super().__init__()
-        self.policy, self.critic = policy, critic
-        weight = policy.lm.get_output_embeddings().weight
-        hidden_size = policy.lm.config.get_text_config().hidden_size
-        self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=weight.dtype, device=weight.device)
-        nn.init.zeros_(self.value_head.weight)
+        if critic is not None and not values:
+            raise ValueError("a critic is given, but values=False: leave out one of them")
+        self.policy, self.critic = policy, None if critic is None else freeze_tables(critic)
+        self.value_head: nn.Linear | None = None
+        if values:
+            weight = policy.lm.get_output_embeddings().weight
+            self.value_head = nn.Linear(policy.state_size, 1, bias=False, dtype=weight.dtype, device=weight.device)
+            nn.init.zeros_(self.value_head.weight)
 
     def forward(
         self,
@@ -145,13 +179,28 @@ class ActorCritic(nn.Module):
     ) -> Scores:
         """One forward of policy and critic over given responses; arguments as in `LanguageModel.forward`."""
         scores: Scores = self.policy(prompt_ids, prompt_mask, response_ids, response_mask, **sampling)
-        states = scores.states
-        if self.critic is not None:
-            ids, mask = join(prompt_ids, prompt_mask, response_ids)
-            states = response_states(self.critic, ids, mask, prompt_ids.shape[1], self.policy.needs_positions)
-        scores.values = self.value_head(states).squeeze(-1).float()
-        scores.states = None
+        states, scores.states = scores.states, None
+        if self.value_head is not None:
+            if self.critic is not None:
+                states = self.critic_states(prompt_ids, prompt_mask, response_ids)
+            scores.values = self.value_head(states).squeeze(-1).float()
         return scores
+
+    def critic_states(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> Tensor:
+        """Hidden states [B, T+1, H] of the critic's own trunk."""
+        inputs = self.policy.inputs(prompt_ids, prompt_mask, response_ids)
+        return trunk_states(self.critic, inputs, kept=response_ids.shape[1] + 1)
+
+    def values(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> Tensor:
+        """The critic alone: float32 [B, T+1]. Of a trunk shared with the policy only the value head gets a gradient."""
+        assert self.value_head is not None
+        if self.critic is not None:
+            states = self.critic_states(prompt_ids, prompt_mask, response_ids)
+        else:
+            with torch.no_grad():
+                states, _, _ = self.policy.run(prompt_ids, prompt_mask, response_ids)
+        values: Tensor = self.value_head(states).squeeze(-1).float()
+        return values
 
     @contextlib.contextmanager
     def recomputing(self, enabled: bool) -> Any:
@@ -163,78 +212,24 @@ class ActorCritic(nn.Module):
             self.eval()
 
 
-def join(prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Model input [B, P+T] and its attention mask.
-
-    Padding after a response is marked as real: nothing that counts attends to what comes after it, and an unbroken mask
-    lets attention take its fast causal path.
-    """
-    after = torch.ones_like(response_ids, dtype=prompt_mask.dtype)
-    return torch.cat([prompt_ids, response_ids], 1), torch.cat([prompt_mask, after], 1)
+def freeze_tables(model: PreTrainedModel) -> PreTrainedModel:
+    """Without gradients for sinusoidal positions (Pegasus, Marian): `from_pretrained` makes the constants trainable."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and "Sinusoidal" in type(module).__name__:
+            module.requires_grad_(False)
+    return model
 
 
-_DROPOUT_NAMES = ("dropout", "pdrop", "drop_rate", "layerdrop")
-
-
-def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """Set every dropout rate of a model config to 0: the ratio of PPO is 1 at the first minibatch only without it."""
-    for name, value in vars(config).items():
-        if isinstance(value, float) and any(word in name for word in _DROPOUT_NAMES):
-            setattr(config, name, 0.0)
-    return config
-
-
-def load_language_model(
-    model_name: str, *, dtype: torch.dtype = torch.float32, logits_chunk_mb: int = 256
-) -> LanguageModel:
-    """A causal language model from a local folder or a hub name, without dropout, in eval mode."""
-    original = AutoConfig.from_pretrained(model_name)
-    config = without_dropout(copy.deepcopy(original))
-    lm = AutoModelForCausalLM.from_pretrained(model_name, config=config, dtype=dtype)
-    return LanguageModel(lm.eval(), logits_chunk_mb=logits_chunk_mb, original_config=original)
-
-
-def load_reference(model_name: str, *, dtype: torch.dtype = torch.float32, logits_chunk_mb: int = 256) -> LanguageModel:
-    """The policy as it was at iteration 0, frozen. Loaded from disk again, never copied from the policy."""
-    return load_language_model(model_name, dtype=dtype, logits_chunk_mb=logits_chunk_mb).requires_grad_(False)
-
-
-def load_actor_critic(
-    model_name: str,
-    *,
-    value_model: str = "separate",
-    dtype: torch.dtype = torch.float32,
-    gradient_checkpointing: bool = False,
-    logits_chunk_mb: int = 256,
-) -> ActorCritic:
-    """Policy and critic, both starting from `model_name`. value_model: "separate" (two trunks) or "shared" (one)."""
-    policy = load_language_model(model_name, dtype=dtype, logits_chunk_mb=logits_chunk_mb)
-    critic = None
-    if value_model == "separate":
-        config = without_dropout(AutoConfig.from_pretrained(model_name))
-        critic = AutoModel.from_pretrained(model_name, config=config, dtype=dtype)
-    for model in (policy.lm, critic) if gradient_checkpointing else ():
-        if model is not None:
-            model.activation_checkpointing_enable({"use_reentrant": False})
-    return ActorCritic(policy, critic).eval()
-
-
-def parameter_groups(
-    model: ActorCritic, *, learning_rate: float, critic_learning_rate: float, weight_decay: float
-) -> list[dict[str, Any]]:
-    """Optimizer groups: {policy, critic} × {decayed, not decayed}. Biases and norm weights (fewer than two axes) are
-    not decayed. Each group has "base_lr", which the schedule multiplies, and a "name"."""
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups.setdefault((name.startswith("policy."), parameter.ndim > 1), []).append(parameter)
-    return [
-        {
-            "name": f"{'policy' if is_policy else 'critic'}{'' if decayed else '_no_decay'}",
-            "params": parameters,
-            "lr": learning_rate if is_policy else critic_learning_rate,
-            "base_lr": learning_rate if is_policy else critic_learning_rate,
-            "weight_decay": weight_decay if decayed else 0.0,
-        }
-        for (is_policy, decayed), parameters in sorted(groups.items(), reverse=True)
-    ]
+def start_token(lm: PreTrainedModel, given: int | None, vocab_size: int) -> int | None:
+    """What a decoder reads before the first token of a response; None for a causal model."""
+    if not lm.config.is_encoder_decoder:
+        return None
+    token = getattr(lm.config, "decoder_start_token_id", None) if given is None else given
+    if token is None:
+        raise ValueError(
+            f"{type(lm).__name__} has no decoder_start_token_id in its config.json: set env.args.context_start_token "
+            "to the id of the token that its decoder reads first"
+        )
+    if not 0 <= token < vocab_size:
+        raise ValueError(f"decoder start token {token} is outside the model's vocabulary of {vocab_size}")
+    return int(token)

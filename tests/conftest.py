@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if family not in made:
             from tools.make_tiny_model import build_model, numbers_tokenizer, save, wrap
 
-            tokenizer = wrap(numbers_tokenizer(29), 32)
+            tokenizer = wrap(numbers_tokenizer(29), 32, family)
             model = build_model(family, tokenizer, layers=1, hidden=32, heads=2, positions=32, seed=0)
             made[family] = tmp_path_factory.mktemp("models") / family
             save(made[family], model, tokenizer)

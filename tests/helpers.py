@@ -55,9 +55,15 @@ def command(folder: Path, model: Path, **changes: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def small_run(folder: Path, model: Path, *, value_head: float = 0.0, **changes: Any) -> Iterator[Run]:
-    """A run before its first iteration. value_head: standard deviation of its weights, which start at 0 otherwise."""
-    with start(load_config([*command(folder, model, **changes), "--overwrite"])) as run:
+def small_run(
+    folder: Path, model: Path, *, value_head: float = 0.0, resume: bool = False, **changes: Any
+) -> Iterator[Run]:
+    """A run before its first iteration, or as it was left with `resume`.
+
+    value_head: standard deviation of its weights, which start at 0 otherwise.
+    """
+    arguments = [*command(folder, model, **changes), "--resume" if resume else "--overwrite"]
+    with start(load_config(arguments)) as run:
         if value_head:
             head = run.ranks.unwrap(run.model).value_head
             torch.nn.init.normal_(head.weight, std=value_head, generator=torch.Generator().manual_seed(5))
@@ -135,6 +141,8 @@ def make_rollout(counts: list[int], width: int = 6, length: int = 9, seed: int =
         prompt_mask=prompt_mask,
         response_ids=torch.randint(3, 30, (batch, length), generator=draw),
         response_mask=torch.arange(length) < torch.tensor(counts)[:, None],
+        loss_mask=torch.arange(length) < torch.tensor(counts)[:, None],
+        mask_statistics=torch.rand(batch, length, 3, generator=draw),
         action_mask=torch.randint(0, 256, (batch, length, 4), generator=draw, dtype=torch.uint8),
         **{name: torch.randn(batch, length, generator=draw) for name in floats},
         bootstrap=torch.zeros(batch),

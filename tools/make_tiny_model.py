@@ -2,8 +2,10 @@
 
     python -m tools.make_tiny_model --out runs/models/numbers --family gpt2 --tokenizer numbers
     python -m tools.make_tiny_model --out runs/models/dates --family llama --tokenizer char --alphabet "0123456789- "
+    python -m tools.make_tiny_model --out runs/models/words --family t5 --tokenizer word --text texts.txt
 
-The folder is a `model_name` for every script: `from_pretrained` loads the model and the tokenizer from it.
+The folder is a `model_name` for every script: `from_pretrained` loads the model and the tokenizer from it. Families t5
+and bart are sequence-to-sequence; their tokenizers end each text with EOS, as those of the real ones do.
 
 Tokenizers, all with distinct tokens for padding, end of text and unknown:
   numbers  one token per whole number 0 … max_number; texts are numbers separated by spaces
@@ -19,14 +21,15 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-FAMILIES = ("gpt2", "llama", "qwen2")
+SEQ2SEQ_FAMILIES = ("t5", "bart")
+FAMILIES = ("gpt2", "llama", "qwen2", *SEQ2SEQ_FAMILIES)
 PAD, EOS, UNK = SPECIAL_TOKENS = ("<pad>", "<|endoftext|>", "<unk>")
 WORD = r"[a-z]+(?:'[a-z]+)*|[0-9]+|[.,!?;:]"
 """What the word-level tokenizer calls a word: letters with inner apostrophes, digits, or one punctuation mark."""
@@ -81,10 +84,14 @@ def frequent_words(path: Path, size: int) -> list[str]:
     return [word for word, _ in counts.most_common(size)]
 
 
-def wrap(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFast:
-    """As a transformers tokenizer whose special tokens are known."""
+def wrap(tokenizer: Tokenizer, max_length: int, family: str = "gpt2") -> PreTrainedTokenizerFast:
+    """As a transformers tokenizer whose special tokens are known, and which ends texts as the family's does."""
     from transformers import PreTrainedTokenizerFast
 
+    if family in SEQ2SEQ_FAMILIES:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=["$A", EOS], pair=["$A", EOS, "$B:1", f"{EOS}:1"], special_tokens=[(EOS, tokenizer.token_to_id(EOS))]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -99,36 +106,71 @@ def wrap(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFast:
 def build_model(
     family: str, tokenizer: PreTrainedTokenizerFast, *, layers: int, hidden: int, heads: int, positions: int, seed: int
 ) -> PreTrainedModel:
-    """A randomly initialised causal model without dropout; the same seed gives the same weights."""
+    """A randomly initialised model without dropout and with tied embeddings; the same seed gives the same weights."""
     import torch
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    common = {
+    if family not in FAMILIES:
+        raise ValueError(f"family {family!r} is not one of {', '.join(FAMILIES)}")
+    config = (seq2seq_config if family in SEQ2SEQ_FAMILIES else causal_config)(
+        family, layers=layers, hidden=hidden, heads=heads, positions=positions, **_common(tokenizer)
+    )
+    torch.manual_seed(seed)
+    auto = AutoModelForSeq2SeqLM if family in SEQ2SEQ_FAMILIES else AutoModelForCausalLM
+    return auto.from_config(config)
+
+
+def _common(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.eos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "tie_word_embeddings": True,
     }
-    config: PreTrainedConfig
+
+
+def causal_config(
+    family: str, *, layers: int, hidden: int, heads: int, positions: int, **common: Any
+) -> PreTrainedConfig:
+    from transformers import GPT2Config, LlamaConfig, Qwen2Config
+
     if family == "gpt2":
         no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         shape = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": positions}
-        config = GPT2Config(**common, **shape, **no_dropout)
-    elif family in ("llama", "qwen2"):
-        config = (LlamaConfig if family == "llama" else Qwen2Config)(
-            **common,
-            num_hidden_layers=layers,
-            hidden_size=hidden,
-            intermediate_size=3 * hidden,
-            num_attention_heads=heads,
-            num_key_value_heads=max(heads // 2, 1),
-            max_position_embeddings=positions,
-        )
-    else:
-        raise ValueError(f"family {family!r} is not one of {', '.join(FAMILIES)}")
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config)
+        return GPT2Config(**common, **shape, **no_dropout)
+    return (LlamaConfig if family == "llama" else Qwen2Config)(
+        **common,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 2, 1),
+        max_position_embeddings=positions,
+    )
+
+
+def seq2seq_config(
+    family: str, *, layers: int, hidden: int, heads: int, positions: int, **common: Any
+) -> PreTrainedConfig:
+    """`layers` in the encoder and as many in the decoder. BART forces no first or last token, unlike by default."""
+    from transformers import BartConfig, T5Config
+
+    if family == "t5":
+        shape = {"num_layers": layers, "d_model": hidden, "d_ff": 3 * hidden, "num_heads": heads}
+        start = common["pad_token_id"]
+        return T5Config(**common, **shape, d_kv=hidden // heads, dropout_rate=0.0, decoder_start_token_id=start)
+    sides = {"layers": layers, "attention_heads": heads, "ffn_dim": 3 * hidden}
+    return BartConfig(
+        **common,
+        **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sides.items()},
+        d_model=hidden,
+        max_position_embeddings=positions,
+        dropout=0.0,
+        decoder_start_token_id=common["eos_token_id"],
+        forced_bos_token_id=None,
+        forced_eos_token_id=None,
+    )
 
 
 def save(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -149,7 +191,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--layers", type=int, default=2)
     p.add_argument("--hidden", type=int, default=64, help="width; a multiple of --heads")
     p.add_argument("--heads", type=int, default=4)
-    p.add_argument("--positions", type=int, default=128, help="longest prompt and response together, in tokens (128)")
+    p.add_argument(
+        "--positions",
+        type=int,
+        default=128,
+        help="tokens of the longest prompt and response (t5, bart: of either) (128)",
+    )
     p.add_argument("--seed", type=int, default=0)
     return p
 
@@ -174,7 +221,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.hidden % args.heads:
         p.error(f"--hidden {args.hidden} is not a multiple of --heads {args.heads}")
     try:
-        tokenizer = wrap(make_tokenizer(args), args.positions)
+        tokenizer = wrap(make_tokenizer(args), args.positions, args.family)
     except (ValueError, OSError) as error:
         p.error(str(error))
     shape = {"layers": args.layers, "hidden": args.hidden, "heads": args.heads, "positions": args.positions}

@@ -18,9 +18,11 @@ class Rollout:
 
     prompt_ids, prompt_mask: int64 [B, P], left-padded. response_ids: int64 [B, T], right-padded.
     response_mask: bool [B, T], True up to and including EOS and inside the token budget (the last episode may be cut).
-    action_mask: uint8 [B, T, ceil(V/8)], packed, or None. old_logprobs, ref_logprobs, old_values, task_rewards, kl,
+    loss_mask: bool [B, T], the part of it that counts in the losses: all, unless env.args.mask_truncated.
+    action_mask: uint8 [B, T, ceil(V/8)], packed, or None. mask_statistics: float32 [B, T, 3] of NLPO's mask, or None
+    (see algorithms.nlpo.mask_statistics). old_logprobs, ref_logprobs, old_values, task_rewards, kl,
     rewards, advantages, returns: float32 [B, T], 0 outside response_mask.
-    bootstrap: float32 [B], V after the last token, 0 where the episode is over. complete,
+    bootstrap: float32 [B], V after the last counted token, 0 where the episode is over. complete,
     truncated: bool [B]; only a complete episode has its terminal reward in the batch.
     indices: int64 [B], the samples' positions in the training split.
     """
@@ -29,7 +31,9 @@ class Rollout:
     prompt_mask: Tensor
     response_ids: Tensor
     response_mask: Tensor
+    loss_mask: Tensor
     action_mask: Tensor | None
+    mask_statistics: Tensor | None
     old_logprobs: Tensor
     ref_logprobs: Tensor
     old_values: Tensor
@@ -97,12 +101,13 @@ def minibatches(
     plans = [[part[rows] for rows in micro_batches(tokens[part], micro_batch_size)] for part in parts]
     n_micro = ranks.max(torch.tensor([len(plan) for plan in plans]))
     if whiten_each:
-        totals = ranks.sum(torch.stack([moments(rollout.advantages[p], rollout.response_mask[p]) for p in parts]))
+        totals = ranks.sum(torch.stack([moments(rollout.advantages[p], rollout.loss_mask[p]) for p in parts]))
     for i, plan in enumerate(plans):
         micro = [rollout.rows(rows) for rows in plan]
-        blank = replace(micro[-1], response_mask=torch.zeros_like(micro[-1].response_mask))
+        nothing = torch.zeros_like(micro[-1].response_mask)
+        blank = replace(micro[-1], response_mask=nothing, loss_mask=nothing)
         micro += [blank] * (int(n_micro[i]) - len(micro))
         if whiten_each:
             for part in micro:
-                part.advantages = whiten(part.advantages, part.response_mask, totals[i])
+                part.advantages = whiten(part.advantages, part.loss_mask, totals[i])
         yield micro

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model, save_model
+from safetensors.torch import load_file, save_file
 
+from algorithms import adapters
 from train.distributed import Ranks
 
 
@@ -51,7 +52,7 @@ def save(
     checkpoints: Path,
     state: State,
     *,
-    model: torch.nn.Module,
+    models: Mapping[str, torch.nn.Module],
     optimizer: Any,
     sampler: Any,
     config: Mapping[str, Any],
@@ -61,13 +62,14 @@ def save(
 ) -> None:
     """Writes checkpoint_{iteration} aside, flushes it to disk, renames it; then removes old ones.
 
-    Every rank calls it; rank 0 writes. Raises OSError (disk full) with earlier checkpoints untouched.
+    models: {name: module}, each in a file of its own. Every rank calls it; rank 0 writes. Raises OSError (disk full)
+    with earlier checkpoints untouched.
     """
     error = None
     if ranks.is_main:
         try:
             described = {"world_size": ranks.world_size, "config": config, "data": data, "torch": torch.__version__}
-            _write(checkpoints, state, described, model=model, optimizer=optimizer, sampler=sampler)
+            _write(checkpoints, state, described, models=models, optimizer=optimizer, sampler=sampler)
             prune(checkpoints, keep_last, state)
         except Exception as problem:  # also told to the other ranks, which would wait for ever
             error = problem
@@ -79,14 +81,15 @@ def save(
 
 
 def _write(
-    checkpoints: Path, state: State, described: Mapping[str, Any], *, model: Any, optimizer: Any, sampler: Any
+    checkpoints: Path, state: State, described: Mapping[str, Any], *, models: Any, optimizer: Any, sampler: Any
 ) -> None:
     checkpoints.mkdir(parents=True, exist_ok=True)
     aside = checkpoints / f".writing_{state.iteration}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
-        save_model(model, str(aside / "model.safetensors"))
+        for name, model in models.items():
+            save_file(adapters.trainable_state(model), str(aside / f"{name}.safetensors"))
         torch.save(optimizer.state_dict(), aside / "optimizer.pt")
         torch.save({"priorities": torch.from_numpy(sampler.state_dict()["priorities"])}, aside / "sampler.pt")
         (aside / "state.json").write_text(json.dumps({"state": asdict(state), **described}, indent=1), "utf-8")
@@ -158,20 +161,28 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def load(
-    path: Path, *, model: torch.nn.Module, optimizer: Any, sampler: Any, config: Any, data: str, ranks: Ranks
+    path: Path,
+    *,
+    models: Mapping[str, torch.nn.Module],
+    optimizer: Any,
+    sampler: Any,
+    config: Any,
+    data: str,
+    ranks: Ranks,
 ) -> State:
-    """Puts a checkpoint back into model, optimizer and sampler. Every rank reads. Raises ValueError as `check` does."""
+    """Puts a checkpoint back into models, optimizer and sampler. Every rank reads. Raises ValueError as `check`."""
     described = check(path, config, ranks, data)
     try:
-        _restore(path, model, optimizer, sampler)
+        _restore(path, models, optimizer, sampler)
         return State(**described["state"])
     except Exception as error:  # whatever a library says about a file that is cut off or overwritten
         raise _damaged(path, error) from error
 
 
-def _restore(path: Path, model: torch.nn.Module, optimizer: Any, sampler: Any) -> None:
+def _restore(path: Path, models: Mapping[str, torch.nn.Module], optimizer: Any, sampler: Any) -> None:
     # Through the CPU's memory, from where both copy to their devices: a rank's device may be called cpu:0, which the
     # loading functions do not know.
-    load_model(model, str(path / "model.safetensors"))
+    for name, model in models.items():
+        adapters.load_trainable_state(model, load_file(str(path / f"{name}.safetensors")))
     optimizer.load_state_dict(torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True))
     sampler.load_state_dict({"priorities": torch.load(path / "sampler.pt", weights_only=True)["priorities"].numpy()})

@@ -5,7 +5,7 @@ import errno
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -14,22 +14,35 @@ from train.config import Config
 from train.distributed import Ranks
 
 MARK = "config.json"
+Find = Callable[[Path, Config, Ranks], Path]
+
+
+def find_checkpoint(folder: Path, config: Config, ranks: Ranks) -> Path:
+    """The checkpoint of a reinforcement learning run in `folder` that --resume asks for.
+
+    Raises FileNotFoundError if there is none, ValueError if it is of another configuration or number of ranks.
+    """
+    found = checkpoint.find(folder / "checkpoints", str(config.run.resume))
+    checkpoint.check(found, config, ranks)
+    return found
 
 
 @contextlib.contextmanager
-def claimed(folder: Path, config: Config, ranks: Ranks, stack: contextlib.ExitStack) -> Iterator[Path | None]:
+def claimed(
+    folder: Path, config: Config, ranks: Ranks, stack: contextlib.ExitStack, find: Find = find_checkpoint
+) -> Iterator[Path | None]:
     """Makes the folder this run's; yields the checkpoint to resume from, or None for a fresh run.
 
     Raises ValueError if it holds another run and neither --resume nor --overwrite was given, if a process is running in
     it, or if the checkpoint is of another configuration; FileNotFoundError if there is nothing to resume. If the
     context fails everything is as before, what --overwrite was to delete included. The folder is locked until
-    `stack` closes.
+    `stack` closes. `find` is `find_checkpoint` for the kind of run; rank 0 alone calls it.
     """
     found, problem = None, None
     replaced = folder.with_name(f".replaced_{folder.name}")
     if ranks.is_main:
         try:
-            found = _claim(folder, replaced, config, ranks, stack)
+            found = _claim(folder, replaced, config, ranks, stack, find)
         except Exception as error:  # the other ranks wait: they have to stop too
             problem = error
     found, failed = ranks.broadcast((found, problem is not None))
@@ -49,13 +62,14 @@ def claimed(folder: Path, config: Config, ranks: Ranks, stack: contextlib.ExitSt
         (folder / MARK).write_text(json.dumps(config.to_dict(), indent=1), "utf-8")
 
 
-def _claim(folder: Path, replaced: Path, config: Config, ranks: Ranks, stack: contextlib.ExitStack) -> Path | None:
+def _claim(
+    folder: Path, replaced: Path, config: Config, ranks: Ranks, stack: contextlib.ExitStack, find: Find
+) -> Path | None:
     """The checkpoint to resume from; or None, and the mark makes the folder this run's."""
     if config.run.resume not in (None, "never"):
         if config.run.overwrite:
             raise ValueError("--resume goes on with the run in the folder, --overwrite deletes it: give one of them")
-        found = checkpoint.find(folder / "checkpoints", str(config.run.resume))
-        checkpoint.check(found, config, ranks)
+        found = find(folder, config, ranks)
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(locked(folder))
         return found

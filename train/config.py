@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from train.config_alg import Algorithm, PPOAlg, SupervisedAlg, generate_kwargs
+from train.config_alg import A2CAlg, Algorithm, GRPOAlg, NLPOAlg, PPOAlg, RLAlg, SupervisedAlg, TRPOAlg
 from train.config_cli import apply_overrides, help_text, parse_args
 from train.config_loader import build, read_yaml
+from train.config_policy import generate_kwargs
 from train.config_types import Count, Natural, NonNegative, Positive, Side, flatten
 
-__all__ = ["Config", "PPOAlg", "SupervisedAlg", "load_config"]
+__all__ = ["A2CAlg", "Config", "GRPOAlg", "NLPOAlg", "PPOAlg", "RLAlg", "SupervisedAlg", "TRPOAlg", "load_config"]
 
 # What a reinforcement learning run needs and a supervised one does not.
 RL_REQUIRED = ("reward_fn.id", "train_evaluation.n_iters", "train_evaluation.eval_every")
@@ -49,6 +50,16 @@ class Component:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reward(Component):
+    scale: Positive = 1.0
+    """Multiplies the rewards that training sees; those that are logged stay as they are."""
+    clip: Positive | None = None
+    """Then each is limited to [-clip, clip]; null = no limit."""
+    missing_eos_penalty: NonNegative = 0.0
+    """Then taken off the last reward of a response that ended without EOS."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tokenizer:
     model_name: str
     """Hub name or folder of the tokenizer."""
@@ -73,11 +84,13 @@ class EnvArgs:
     terminate_on_eos: bool = False
     """End an episode at EOS."""
     context_start_token: Natural | None = None
-    """Token id put after the prompt (causal models only)."""
+    """Causal models: token id put after the prompt. Seq2seq: first input of the decoder; null = the model's own."""
     prompt_truncation_side: Side = "left"
     """Side on which a prompt that is too long is cut."""
     bootstrap_truncated: bool = False
     """Value the state after a truncated episode with the critic instead of with 0."""
+    mask_truncated: bool = False
+    """Leave the tokens of truncated episodes out of the losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +177,7 @@ class Config:
     """Text to tokens."""
     datapool: Component
     """The task: prompts and references."""
-    reward_fn: Component | None = None
+    reward_fn: Reward | None = None
     """The reward. Required but in supervised training."""
     env: Env = field(default_factory=Env)
     """Environments and the processes that host them."""
@@ -180,12 +193,13 @@ class Config:
     """The command line."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.alg, PPOAlg):
+        if isinstance(self.alg, RLAlg):
+            if self.reward_fn is None:
+                raise ValueError("reward_fn is required")
             self._check_rollouts(self.alg)
+            self._check_batch()
 
-    def _check_rollouts(self, alg: PPOAlg) -> None:
-        if self.reward_fn is None:
-            raise ValueError("reward_fn is required")
+    def _check_rollouts(self, alg: RLAlg) -> None:
         limits, policy, generation = self.env.args, alg.policy.args, alg.policy.args.generation_kwargs
         if generation.max_new_tokens not in (None, limits.max_episode_length):
             raise ValueError(
@@ -202,12 +216,27 @@ class Config:
                 f"alg.policy.args.prompt_truncation_side ({policy.prompt_truncation_side}) contradicts "
                 f"env.args.prompt_truncation_side ({limits.prompt_truncation_side}); leave the former out"
             )
-        if alg.args.normalize_advantage and alg.args.advantage_scope == "minibatch" and alg.args.batch_size == 1:
+
+    def _check_batch(self) -> None:
+        alg = self.alg
+        if isinstance(alg, GRPOAlg):
+            if self.env.n_envs % alg.args.num_generations:
+                raise ValueError(
+                    f"env.n_envs ({self.env.n_envs}) must be a multiple of alg.args.num_generations "
+                    f"({alg.args.num_generations}): each prompt is answered so many times at once"
+                )
+            if alg.args.num_generations == 1 and alg.args.advantage_estimator != "reinforce_plus_plus":
+                raise ValueError(f"alg.args.num_generations 1 makes no group for {alg.args.advantage_estimator}")
+            return
+        assert not isinstance(alg, SupervisedAlg)
+        if not alg.args.normalize_advantage:
+            return
+        if isinstance(alg, PPOAlg | NLPOAlg) and alg.args.advantage_scope == "minibatch" and alg.args.batch_size == 1:
             raise ValueError(
                 "alg.args.batch_size 1 leaves nothing of an advantage that is normalised over its minibatch; make it "
                 "larger, or set alg.args.advantage_scope to batch or alg.args.normalize_advantage to false"
             )
-        if alg.args.normalize_advantage and self.env.n_envs * alg.args.n_steps == 1:
+        if self.env.n_envs * alg.args.n_steps == 1:
             raise ValueError("alg.args.normalize_advantage needs env.n_envs * alg.args.n_steps > 1: one has no spread")
 
     def to_dict(self) -> dict[str, Any]:
@@ -224,7 +253,7 @@ class Config:
         """
         ours, theirs = flatten(self.to_dict()), flatten(other)
         free = FREE_ON_RESUME
-        if isinstance(self.alg, PPOAlg) and self.alg.args.lr_schedule != "constant":
+        if isinstance(self.alg, RLAlg) and self.alg.args.lr_schedule != "constant":
             free = tuple(path for path in free if path != "train_evaluation.n_iters")
         same = {path for path in ours.keys() & theirs.keys() if ours[path] == theirs[path]}
         return sorted(path for path in (ours.keys() | theirs.keys()) - same if not path.startswith(free))

@@ -5,152 +5,31 @@ train.config, the docstring below a field is its help text and its type carries 
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from train.config_loader import unknown
-from train.config_types import Count, Fraction, Natural, NonNegative, Positive, Range, Share, Side
-
-POLICIES = ("causal_lm_actor_critic_policy", "seq2seq_lm_actor_critic_policy")
-MASKED_POLICIES = tuple(f"maskable_{name}" for name in POLICIES)
-MASK_KEYS = ("top_mask", "mask_type", "target_update_iterations", "min_tokens_to_keep")
-
-
-def generate_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """RL4LMs' free generation keywords as `generate` takes them: min_length counts new tokens there."""
-    result = dict(kwargs)
-    if result.pop("post_processing_fn", None) is not None:
-        raise ValueError("generation_kwargs.post_processing_fn is not available; leave it out or null")
-    if result.get("min_length") is not None:
-        fewest = result.pop("min_length")
-        if result.setdefault("min_new_tokens", fewest) != fewest:
-            raise ValueError("generation_kwargs: min_length and min_new_tokens mean the same; give one of them")
-    return result
+from train.config_policy import MASK_KEYS, KLDiv, Lora, Policy, PolicyArgs, generate_kwargs
+from train.config_types import Count, Fraction, Natural, NonNegative, Positive, Range, Share
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationArgs:
-    do_sample: Literal[True] = True
-    """Rollouts always sample."""
-    top_k: Natural | None = None
-    """Sample among the k likeliest tokens; null or 0 = all (RL4LMs' GPT-2 files relied on the library's hidden 50)."""
-    top_p: Share = 1.0
-    """Sample among the smallest set of tokens with this probability."""
-    temperature: Positive = 1.0
-    """Divides the logits, in sampling and in scoring."""
-    min_length: Natural | None = None
-    """RL4LMs' name of min_new_tokens; fills it in."""
-    min_new_tokens: Natural = 0
-    """EOS is not sampled before this many response tokens."""
-    max_new_tokens: Count | None = None
-    """Longest response, in tokens; null = env.args.max_episode_length, which it must equal."""
-    num_beams: Literal[1] = 1
-    """Rollouts have no beam search; train_evaluation.generation_kwargs may."""
-    length_penalty: Annotated[float, Range(1, 1)] = 1.0
-    """Of beam search only; belongs to train_evaluation.generation_kwargs."""
+class RolloutArgs:
+    """What every algorithm has."""
 
-    def __post_init__(self) -> None:
-        if self.min_length is not None:
-            if self.min_new_tokens not in (0, self.min_length):
-                raise ValueError(f"min_length {self.min_length} and min_new_tokens {self.min_new_tokens} contradict")
-            object.__setattr__(self, "min_new_tokens", self.min_length)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyArgs:
-    model_name: str
-    """Hub name or folder of the language model to train; its copy is the frozen reference."""
-    value_model: Literal["separate", "shared"] = "separate"
-    """Critic: its own copy of the model, or a head on the policy's hidden states."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    logits_chunk_mb: Count = 256
-    """Most memory for one chunk of fp32 logits, in MiB."""
-    apply_model_parallel: bool = True
-    """Ignored, kept for RL4LMs' files: a model stays on one GPU of its process."""
-    optimizer_class: str = "AdamW"
-    """Class in torch.optim, or the path `module:attr`."""
-    optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the optimizer, without learning rate and weight decay; any key."""
-    weight_decay: NonNegative = 1e-6
-    """Weight decay of all but biases and norms."""
-    prompt_truncation_side: Side | None = None
-    """RL4LMs' second copy of env.args.prompt_truncation_side, which it must equal."""
-    generation_kwargs: GenerationArgs = field(default_factory=GenerationArgs)
-    """How responses are sampled in rollouts, and in evaluation unless train_evaluation.generation_kwargs is given."""
-    top_mask: Positive | None = None
-    """NLPO only: size of the mask, a probability (learned_top_p) or a number of tokens (learned_top_k)."""
-    mask_type: Literal["learned_top_k", "learned_top_p", "topk"] = "learned_top_k"
-    """NLPO only: how the mask is made."""
-    target_update_iterations: Count = 1000
-    """NLPO only: iterations between two updates of the mask policy."""
-    min_tokens_to_keep: Count = 100
-    """NLPO only: fewest tokens that a mask allows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    id: str = "causal_lm_actor_critic_policy"
-    """causal_lm_actor_critic_policy or seq2seq_lm_actor_critic_policy (NLPO: with maskable_ before it)."""
-    args: PolicyArgs
-    """The models, their optimizer and how they generate."""
-
-    def __post_init__(self) -> None:
-        if self.id not in POLICIES + MASKED_POLICIES:
-            raise ValueError(unknown("id", self.id, POLICIES + MASKED_POLICIES))
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLDiv:
-    coeff: NonNegative
-    """Penalty per token and nat of KL to the reference, taken off the reward; the first value if target_kl is set."""
-    target_kl: Positive | None = None
-    """KL per token, in nats, that coeff is adapted to; null = constant coeff."""
-    norm_reward: bool = False
-    """Give the rewards of each rollout mean 0 and standard deviation 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPOArgs:
     n_steps: Count = 2048
     """Response tokens per environment and iteration."""
-    batch_size: Count = 64
-    """Response tokens per optimizer step and rank."""
     micro_batch_size: Count = 16
     """Episodes in one forward and backward pass. Changes memory and speed, not the gradient."""
-    n_epochs: Count = 10
-    """Passes over each rollout."""
     gamma: Share = 0.99
     """Discount per token."""
-    gae_lambda: Fraction = 0.95
-    """Lambda of generalised advantage estimation."""
-    clip_range: Positive = 0.2
-    """Clip of the probability ratio: [1 - c, 1 + c]."""
-    clip_range_vf: Positive | None = None
-    """Clip of the change of the value prediction, in units of the return; null = none."""
-    normalize_advantage: bool = True
-    """Give advantages mean 0 and standard deviation 1, over all ranks."""
-    advantage_scope: Literal["minibatch", "batch"] = "minibatch"
-    """Tokens over which they are normalised."""
-    ent_coef: NonNegative = 0.0
-    """Weight of the entropy bonus."""
-    vf_coef: NonNegative = 0.5
-    """Weight of the value loss."""
     max_grad_norm: Positive = 0.5
     """Gradients are clipped to this norm, policy and critic together."""
-    target_kl: Positive | None = None
-    """Stop an iteration's updates when the KL to the sampling policy exceeds 1.5 times this, in nats; null = never."""
     learning_rate: NonNegative = 3e-4
     """Learning rate of the policy."""
-    critic_learning_rate: NonNegative | None = None
-    """Learning rate of the critic; null = learning_rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of both learning rates over n_iters, after the warm-up: to 0, unless constant."""
+    """Course of the learning rates over n_iters, after the warm-up: to 0, unless constant."""
     warmup_iterations: Natural = 0
-    """Iterations in which both learning rates rise linearly."""
+    """Iterations in which the learning rates rise linearly."""
     verbose: int = 1
     """Ignored; kept for RL4LMs' files."""
     seed: Natural = 0
@@ -158,22 +37,185 @@ class PPOArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOAlg:
-    id: Literal["ppo"]
-    """Algorithm."""
-    args: PPOArgs = field(default_factory=PPOArgs)
-    """Hyper-parameters of the algorithm."""
+class CriticArgs(RolloutArgs):
+    """What the algorithms with a critic have."""
+
+    ent_coef: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+    gae_lambda: Fraction = 0.95
+    """Lambda of generalised advantage estimation."""
+    vf_coef: NonNegative = 0.5
+    """Weight of the value loss."""
+    critic_learning_rate: NonNegative | None = None
+    """Learning rate of the critic; null = learning_rate."""
+    normalize_advantage: bool = True
+    """Give advantages mean 0 and standard deviation 1, over all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedArgs:
+    """What the algorithms with several clipped updates per rollout have."""
+
+    batch_size: Count = 64
+    """Response tokens per optimizer step and rank."""
+    n_epochs: Count = 10
+    """Passes over each rollout."""
+    clip_range: Positive = 0.2
+    """Clip of the probability ratio: [1 - c, 1 + c]."""
+    clip_range_high: Positive | None = None
+    """Another c for the upper side (clip-higher); null = clip_range."""
+    dual_clip: Annotated[float, Range(1, open_low=True)] | None = None
+    """Where the advantage is negative, the ratio counts as at most this (dual clip, e.g. 3); null = no limit."""
+    target_kl: Positive | None = None
+    """Stop an iteration's updates when the KL to the sampling policy exceeds 1.5 times this, in nats; null = never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOArgs(ClippedArgs, CriticArgs):
+    clip_range_vf: Positive | None = None
+    """Clip of the change of the value prediction, in units of the return; null = none."""
+    clip_vf_max: bool = False
+    """With clip_range_vf: the larger of the clipped and the unclipped error (OpenAI's code) instead of the clipped."""
+    advantage_scope: Literal["minibatch", "batch"] = "minibatch"
+    """Tokens over which advantages are normalised."""
+    critic_warmup_iterations: Natural = 0
+    """First iterations in which the critic alone is trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class A2CArgs(CriticArgs):
+    n_steps: Count = 5
+    """Response tokens per environment and iteration, all of them in the iteration's one optimizer step."""
+    gae_lambda: Fraction = 1.0
+    """Lambda of generalised advantage estimation."""
+    normalize_advantage: bool = False
+    """Give advantages mean 0 and standard deviation 1, over all ranks."""
+    learning_rate: NonNegative = 7e-4
+    """Learning rate of the policy."""
+    use_rms_prop: bool = True
+    """RMSprop (alpha 0.99) as optimizer, if alg.policy.args.optimizer_class is null; else AdamW."""
+    rms_prop_eps: Positive = 1e-5
+    """Epsilon of RMSprop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TRPOArgs(RolloutArgs):
+    batch_size: Count = 128
+    """Response tokens per optimizer step of the critic and rank."""
+    gae_lambda: Fraction = 0.95
+    """Lambda of generalised advantage estimation."""
+    normalize_advantage: bool = True
+    """Give advantages mean 0 and standard deviation 1, over all tokens of all ranks."""
+    learning_rate: NonNegative = 1e-3
+    """Learning rate of the critic; the policy's step follows from target_kl."""
+    target_kl: Positive = 0.01
+    """Largest mean KL between the old and the new policy, in nats per token."""
+    n_critic_updates: Natural = 10
+    """Passes of the critic over each rollout."""
+    cg_max_steps: Count = 15
+    """Most steps of the conjugate gradient."""
+    cg_damping: NonNegative = 0.1
+    """Multiple of the identity added to the Fisher matrix."""
+    line_search_shrinking_factor: Annotated[float, Range(0, 1, open_low=True)] = 0.8
+    """The step is multiplied by this until it is accepted."""
+    line_search_max_iter: Count = 10
+    """Most step lengths tried; if none is accepted the policy stays as it was."""
+    sub_sampling_factor: Count = 1
+    """The Fisher matrix is of every n-th token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOArgs(ClippedArgs, RolloutArgs):
+    ent_coef: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+    num_generations: Count = 8
+    """Responses to each prompt: env.n_envs is a multiple of it."""
+    n_epochs: Count = 1
+    """Passes over each rollout."""
+    gamma: Share = 1.0
+    """Discount per token; only reinforce_plus_plus has one."""
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] = "grpo"
+    """grpo: reward less the group's mean, over its standard deviation. rloo: less the mean of the others in the group.
+    reinforce_plus_plus: discounted rewards to go, normalised over the whole batch."""
+    scale_rewards: bool = True
+    """grpo: divide by the group's standard deviation (Dr. GRPO does not)."""
+    loss_normalization: Literal["token", "sequence", "constant"] = "token"
+    """Sum of the loss over tokens divided by: their number; each response's length, then the number of responses (GRPO
+    as published); responses times env.args.max_episode_length (Dr. GRPO, without a bias to any length)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLAlg:
+    """What every algorithm but supervised training has."""
+
     kl_div: KLDiv
     """Penalty for leaving the reference model."""
     policy: Policy
     """Policy and critic."""
 
     def __post_init__(self) -> None:
+        name = type(self).__name__.removesuffix("Alg")
         defaults = {f.name: f.default for f in dataclasses.fields(PolicyArgs)}
         masks = [key for key in MASK_KEYS if getattr(self.policy.args, key) != defaults[key]]
         if masks or self.policy.id.startswith("maskable_"):
             named = ", ".join(f"policy.args.{key}" for key in masks) or f"policy.id {self.policy.id}"
-            raise ValueError(f"{named}: PPO has no action mask; use train/nlpo.py with alg.id nlpo")
+            raise ValueError(f"{named}: {name} has no action mask; use train/nlpo.py with alg.id nlpo")
+        if self.kl_div.in_loss and name in ("A2C", "TRPO"):
+            raise ValueError(f"kl_div.in_loss: {name} takes the KL off the reward only; leave it out or false")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOAlg(RLAlg):
+    id: Literal["ppo"]
+    """Algorithm."""
+    args: PPOArgs = field(default_factory=PPOArgs)
+    """Hyper-parameters of the algorithm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NLPOAlg(RLAlg):
+    id: Literal["nlpo"]
+    """Algorithm."""
+    args: PPOArgs = field(default_factory=PPOArgs)
+    """Hyper-parameters of the algorithm, the same as PPO's."""
+
+    def __post_init__(self) -> None:
+        size, kind = self.policy.args.top_mask, self.policy.args.mask_type
+        if size is None:
+            raise ValueError("policy.args.top_mask is required: the size of NLPO's mask")
+        if kind == "learned_top_p" and size > 1:
+            raise ValueError(f"policy.args.top_mask {size:g}: a probability, at most 1, with mask_type learned_top_p")
+        if kind != "learned_top_p" and (size < 1 or size != int(size)):
+            raise ValueError(f"policy.args.top_mask {size:g}: a number of tokens, 1 or more, with mask_type {kind}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class A2CAlg(RLAlg):
+    id: Literal["a2c"]
+    """Algorithm."""
+    args: A2CArgs = field(default_factory=A2CArgs)
+    """Hyper-parameters of the algorithm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TRPOAlg(RLAlg):
+    id: Literal["trpo"]
+    """Algorithm."""
+    args: TRPOArgs = field(default_factory=TRPOArgs)
+    """Hyper-parameters of the algorithm."""
+
+    def __post_init__(self) -> None:
+        RLAlg.__post_init__(self)
+        if self.policy.args.gradient_checkpointing:
+            raise ValueError("policy.args.gradient_checkpointing: TRPO differentiates twice, through what was kept")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOAlg(RLAlg):
+    id: Literal["grpo"]
+    """Algorithm."""
+    args: GRPOArgs = field(default_factory=GRPOArgs)
+    """Hyper-parameters of the algorithm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +226,8 @@ class SupervisedAlg:
     """Kind of model."""
     model_name: str
     """Hub name or folder of the model to train."""
+    lora: Lora | None = None
+    """Train adapters instead of all weights."""
     training_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of transformers' TrainingArguments; any key."""
     loss_on_prompt: bool = False
@@ -197,4 +241,4 @@ class SupervisedAlg:
         object.__setattr__(self, "generation_kwargs", generate_kwargs(self.generation_kwargs))
 
 
-Algorithm = PPOAlg | SupervisedAlg
+Algorithm = PPOAlg | NLPOAlg | A2CAlg | TRPOAlg | GRPOAlg | SupervisedAlg

@@ -112,9 +112,10 @@ def _section(tree: dict[str, Any], path: str, source: str) -> tuple[dict[str, An
 
 
 def help_text(cls: type) -> str:
-    """All options, with type, default and docstring of each key, section by section."""
+    """All options, with type, default and docstring of each key, section by section; what algorithms share once."""
     lines = [USAGE]
-    for (section, doc), group in groupby(keys(cls), lambda key: (key.section, key.section_doc)):
+    shown = dict.fromkeys(keys(cls))
+    for (section, doc), group in groupby(shown, lambda key: (key.section, key.section_doc)):
         lines.append(f"{section}: {doc}")
         for key in group:
             lines.append(f"  --{key.path}  ({key.kind}; {key.default})")

@@ -176,8 +176,10 @@ class _Builder:
             return self._section_of(value, sections(kind), path)
         if any(get_origin(option) is dict for option in options):
             return self._free(value, path)
-        if get_origin(kind) is tuple:
-            return self._list(value, get_args(kind)[0], path)
+        lists = [option for option in options if get_origin(option) is tuple]
+        options = tuple(option for option in options if option not in lists)
+        if lists and (isinstance(value, list) or options in ((), (type(None),))):
+            return self._list(value, get_args(lists[0])[0], path)
         result = _scalar(value, options[0], self.document.texts.get(path, str(value)))
         if result is _FAILED:
             got = "nothing (null)" if value is None else repr(value)
@@ -193,9 +195,7 @@ class _Builder:
             return self._absent(str, join(path, "id"))
         if tag in list(tags):
             return self.section(value, tags[tag], path)
-        if difflib.get_close_matches(str(tag), tags, 1):
-            return self.document.fail(join(path, "id"), unknown("id", tag, tags))
-        return self.document.fail(join(path, "id"), f"{tag!r} is not available yet; available: {', '.join(tags)}")
+        return self.document.fail(join(path, "id"), unknown("id", str(tag), tags))
 
     def _free(self, value: Any, path: str) -> Any:
         if value is None or isinstance(value, dict):

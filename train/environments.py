@@ -8,13 +8,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from algorithms.policy import LanguageModel
-from algorithms.sampling import SamplingSpec
+from algorithms.sampling import MaskSpec, SamplingSpec
 from envs import registry
 from envs.rewards import REWARDS
 from envs.samples import write_samples
 from envs.tasks import TASKS
 from envs.vector import TextVectorEnv
-from train.config import Config
+from train.config import Config, GRPOAlg, NLPOAlg
 from train.distributed import Ranks
 from train.loading import prompt_limit
 from train.rollout import Sampler
@@ -27,7 +27,7 @@ def make_sampler(
     config: Config, ranks: Ranks, folder: Path, tokenizer: PreTrainedTokenizerBase, policy: LanguageModel
 ) -> Sampler:
     """The environments with their workers, and how responses are sampled."""
-    env, generation = config.env, config.alg.policy.args.generation_kwargs
+    env = config.env
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     device_reward = make_device_reward(config, ranks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -47,7 +47,7 @@ def make_sampler(
                 "max_prompt_length": prompt_limit(config, tokenizer, policy),
                 "max_episode_length": env.args.max_episode_length,
                 "terminate_on_eos": env.args.terminate_on_eos,
-                "context_start_token": env.args.context_start_token,
+                "context_start_token": None if policy.start_token_id is not None else env.args.context_start_token,
                 "prompt_truncation_side": env.args.prompt_truncation_side,
                 "priority_scale": env.args.priority_scale,
                 "empty_prompt_token": next(iter([x for x in (tokenizer.bos_token_id, *eos) if x is not None]), None),
@@ -61,19 +61,39 @@ def make_sampler(
     return Sampler(
         envs=envs,
         data=fingerprint,
-        spec=SamplingSpec(
-            max_new_tokens=env.args.max_episode_length,
-            min_new_tokens=generation.min_new_tokens,
-            temperature=generation.temperature,
-            top_k=generation.top_k or 0,
-            top_p=generation.top_p,
-        ),
+        spec=make_spec(config, tokenizer),
         eos_token_ids=eos,
         stop_on_eos=env.args.terminate_on_eos,
         pad_token_id=tokenizer.pad_token_id,
         seed=config.alg.args.seed,
         first_env=first_env,
+        group_size=config.alg.args.num_generations if isinstance(config.alg, GRPOAlg) else 1,
         device_reward=device_reward,
+    )
+
+
+def make_spec(config: Config, tokenizer: PreTrainedTokenizerBase) -> SamplingSpec:
+    """How responses are sampled in rollouts. Raises ValueError for a forced token that is none."""
+    policy = config.alg.policy.args
+    generation = policy.generation_kwargs
+    mask = None
+    if isinstance(config.alg, NLPOAlg):
+        special = tokenizer.all_special_ids if policy.keep_special_tokens == "all" else [tokenizer.eos_token_id]
+        mask = MaskSpec(
+            mask_type=policy.mask_type,
+            size=policy.top_mask,
+            min_tokens_to_keep=policy.min_tokens_to_keep,
+            always_allowed=tuple(token for token in special if token is not None),
+        )
+    return SamplingSpec(
+        max_new_tokens=config.env.args.max_episode_length,
+        min_new_tokens=generation.min_new_tokens,
+        temperature=generation.temperature,
+        top_k=generation.top_k or 0,
+        top_p=generation.top_p,
+        forced_bos_token_id=generation.forced_bos_token_id,
+        forced_eos_token_id=generation.forced_eos_token_id,
+        mask=mask,
     )
 
 

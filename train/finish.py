@@ -3,16 +3,17 @@
 import sys
 from pathlib import Path
 
+from algorithms import adapters
 from train import tracking
 from train.setup import Run
 
 
-def finish(run: Run) -> None:
+def save_model(run: Run) -> None:
     """Saves model, tokenizer and card into the run's folder `model`, and prints the results before and after."""
     if run.ranks.is_main:
         target = run.folder / "model"
-        actor_critic = run.ranks.unwrap(run.model)
-        actor_critic.policy.save_pretrained(target)
+        policy, lora = run.ranks.unwrap(run.model).policy, run.config.alg.policy.args.lora
+        adapters.save_merged(policy, target) if lora and lora.save_merged else adapters.save_pretrained(policy, target)
         run.tokenizer.save_pretrained(target)
         table = tracking.results_table(run.folder)
         (target / "README.md").write_text(model_card(run, table), "utf-8")

@@ -76,15 +76,21 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def prompt_limit(config: Config, tokenizer: PreTrainedTokenizerBase, policy: LanguageModel) -> int:
-    """Longest prompt in tokens. Raises ValueError if prompt and response do not fit into the model."""
-    args = config.env.args
+    """Longest prompt in tokens. Raises ValueError if prompt and response do not fit into the model.
+
+    In a causal model they share its positions; of a sequence-to-sequence model encoder and decoder have their own.
+    """
+    args, is_seq2seq = config.env.args, policy.start_token_id is not None
     positions = getattr(policy.lm.config.get_text_config(), "max_position_embeddings", None)
-    extra = args.context_start_token is not None
     evaluated = (config.train_evaluation.generation_kwargs or {}).get("max_new_tokens") or 0
     name, longest = "env.args.max_episode_length", args.max_episode_length
     if evaluated > longest:
         name, longest = "train_evaluation.generation_kwargs.max_new_tokens", evaluated
-    room = None if positions is None else positions - longest - extra
+    # A decoder is given its start token before the response.
+    taken = 0 if is_seq2seq else longest + (args.context_start_token is not None)
+    if is_seq2seq and positions is not None and longest + 1 > positions:
+        raise ValueError(f"{name} ({longest}) and the start token exceed the decoder's {positions} positions")
+    room = None if positions is None else positions - taken
     if args.max_prompt_length is None:
         known = [limit for limit in (tokenizer.model_max_length, room) if limit is not None and limit < 10**9]
         if not known or min(known) < 1:
@@ -92,8 +98,9 @@ def prompt_limit(config: Config, tokenizer: PreTrainedTokenizerBase, policy: Lan
             raise ValueError(fault if known else "env.args.max_prompt_length is needed: nothing else limits prompts")
         return min(known)
     if room is not None and args.max_prompt_length > room:
+        response = "" if is_seq2seq else f" + {name} ({longest})"
         raise ValueError(
-            f"env.args.max_prompt_length ({args.max_prompt_length}) + {name} ({longest}) exceed the model's "
+            f"env.args.max_prompt_length ({args.max_prompt_length}){response} exceed the model's "
             f"{positions} positions; shorten one of them"
         )
     return args.max_prompt_length

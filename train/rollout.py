@@ -1,4 +1,4 @@
-"""From prompts to a batch of scored, rewarded transitions."""
+"""From prompts to a batch of transitions: waves of episodes, cut to the token budget."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -9,14 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from algorithms.advantages import gae, kl_estimate, token_rewards
-from algorithms.masked import moments, whiten
+from algorithms.policy import LanguageModel
 from algorithms.sampling import SamplingSpec, sample_responses
 from envs.rewards.contract import call_batched
-from envs.sampler import PrioritySampler
 from envs.streams import uniforms
 from envs.vector import TextVectorEnv
-from train.batches import Rollout, micro_batches
+from train.batches import Rollout
 from train.distributed import Ranks
 
 Phase = Callable[[str], contextlib.AbstractContextManager[Any]]
@@ -31,6 +29,7 @@ class Wave:
     response_ids: Tensor
     lengths: Tensor
     action_mask: Tensor | None
+    mask_statistics: Tensor | None
     task_rewards: Tensor
     truncated: Tensor
     indices: Tensor
@@ -48,15 +47,22 @@ class Sampler:
     pad_token_id: int
     seed: int
     first_env: int
+    group_size: int = 1  # so many environments side by side answer the same prompt
     device_reward: Any = None
 
 
-def play_wave(lm: Any, sampler: Sampler, iteration: int, wave: int, ranks: Ranks, phase: Phase) -> Wave:
-    """One episode in every environment: draw prompts, sample responses, let the environments reward them."""
+def play_wave(
+    models: Sequence[LanguageModel], sampler: Sampler, iteration: int, wave: int, ranks: Ranks, phase: Phase
+) -> Wave:
+    """One episode in every environment: draw prompts, sample responses, let the environments reward them.
+
+    models: the policy and, for NLPO's learned masks, the mask policy.
+    """
     n_envs, spec, device = sampler.envs.num_envs, sampler.spec, ranks.device
     streams = range(sampler.first_env, sampler.first_env + n_envs)
     with phase("env"):
-        draws = np.array([uniforms(sampler.seed, "prompt", iteration, wave, env, size=1)[0] for env in streams])
+        groups = [env // sampler.group_size for env in streams]
+        draws = np.array([uniforms(sampler.seed, "prompt", iteration, wave, group, size=1)[0] for group in groups])
         indices = sampler.envs.sampler.draw(draws)
         observation, _ = sampler.envs.reset(options={"indices": indices})
         prompt_ids = torch.as_tensor(observation["prompt_ids"], dtype=torch.int64)
@@ -66,7 +72,7 @@ def play_wave(lm: Any, sampler: Sampler, iteration: int, wave: int, ranks: Ranks
     with phase("generate"), ranks.precision():
         drawn = [uniforms(sampler.seed, "token", iteration, wave, env, size=spec.max_new_tokens) for env in streams]
         responses = sample_responses(
-            lm,
+            models[0],
             prompt_ids,
             prompt_mask,
             torch.tensor(np.array(drawn), dtype=torch.float32, device=device),
@@ -74,6 +80,7 @@ def play_wave(lm: Any, sampler: Sampler, iteration: int, wave: int, ranks: Ranks
             eos_token_ids=sampler.eos_token_ids,
             stop_on_eos=sampler.stop_on_eos,
             pad_token_id=sampler.pad_token_id,
+            mask_model=models[1] if len(models) > 1 else None,
         )
     with phase("env"):
         lengths = responses.lengths.cpu()
@@ -91,6 +98,7 @@ def play_wave(lm: Any, sampler: Sampler, iteration: int, wave: int, ranks: Ranks
         response_ids=responses.ids,
         lengths=lengths.to(device),
         action_mask=responses.action_mask,
+        mask_statistics=responses.mask_statistics,
         task_rewards=task_rewards.to(device),
         truncated=torch.as_tensor(played.truncated, device=device),
         indices=torch.as_tensor(indices, device=device),
@@ -103,18 +111,26 @@ def cut_to_budget(lengths: Tensor, budget: int) -> Tensor:
     return (budget - spent_before).clamp(min=0).minimum(lengths)
 
 
-def collect_waves(lm: Any, sampler: Sampler, n_tokens: int, iteration: int, ranks: Ranks, phase: Phase) -> list[Wave]:
+def collect_waves(
+    models: Sequence[LanguageModel], sampler: Sampler, n_tokens: int, iteration: int, ranks: Ranks, phase: Phase
+) -> list[Wave]:
     """Waves of episodes until this rank has its tokens. No collectives: ranks may need different numbers of waves."""
     waves: list[Wave] = []
     missing = n_tokens
     while missing > 0:
-        waves.append(play_wave(lm, sampler, iteration, len(waves), ranks, phase))
+        waves.append(play_wave(models, sampler, iteration, len(waves), ranks, phase))
         missing -= int(waves[-1].lengths.sum())
     return waves
 
 
-def merge(waves: Sequence[Wave], n_tokens: int, bootstrap_truncated: bool) -> Rollout:
-    """One batch of exactly `n_tokens` transitions out of the waves; scores and advantages are still 0."""
+def merge(
+    waves: Sequence[Wave], n_tokens: int, *, bootstrap_truncated: bool = False, group_size: int = 1
+) -> tuple[Rollout, Tensor]:
+    """One batch out of the waves, and how many tokens of each episode are in the budget, int64 [B]: `n_tokens` in all.
+
+    response_mask still covers whole responses (`train.collect.cut` ends that), scores and advantages are 0. Groups of
+    which any episode is in the budget are kept whole.
+    """
     width = max(wave.prompt_ids.shape[1] for wave in waves)
     for wave in waves:
         missing = width - wave.prompt_ids.shape[1]
@@ -125,80 +141,21 @@ def merge(waves: Sequence[Wave], n_tokens: int, bootstrap_truncated: bool) -> Ro
         for f in fields(Wave)
     }
     counts = cut_to_budget(joined["lengths"], n_tokens)
-    kept = counts > 0
+    assert int(counts.sum()) == n_tokens, "a batch is exactly n_steps × n_envs transitions"
+    kept = (counts.view(-1, group_size) > 0).any(1).repeat_interleave(group_size)
     joined = {name: None if x is None else x[kept] for name, x in joined.items()}
     counts, lengths = counts[kept], joined.pop("lengths")
-    mask = torch.arange(joined["response_ids"].shape[1], device=counts.device) < counts[:, None]
-    assert int(mask.sum()) == n_tokens, "a batch is exactly n_steps × n_envs transitions"
+    mask = torch.arange(joined["response_ids"].shape[1], device=counts.device) < lengths[:, None]
     zero = torch.zeros_like(joined["task_rewards"])
     names = ("old_logprobs", "ref_logprobs", "old_values", "kl", "rewards", "advantages", "returns")
-    joined["task_rewards"] = torch.where(mask, joined["task_rewards"], 0)
     complete = counts == lengths
     goes_on = ~complete | (joined["truncated"] if bootstrap_truncated else torch.zeros_like(complete))
-    return Rollout(
-        **joined, response_mask=mask, complete=complete, bootstrap=goes_on.float(), **{name: zero for name in names}
+    rollout = Rollout(
+        **joined,
+        response_mask=mask,
+        loss_mask=mask,
+        complete=complete,
+        bootstrap=goes_on.float(),
+        **{name: zero for name in names},
     )
-
-
-@torch.no_grad()
-def score(
-    rollout: Rollout, model: Any, reference: Any, ranks: Ranks, *, temperature: float, micro_batch_size: int
-) -> None:
-    """Fill in old_logprobs, old_values, kl and bootstrap: one teacher-forced forward of each model.
-
-    Raises FloatingPointError naming the sample if a log-probability is not finite.
-    """
-    results: dict[str, list[Tensor]] = {name: [] for name in ("old_logprobs", "ref_logprobs", "old_values", "kl")}
-    order = micro_batches(rollout.response_mask.sum(1), micro_batch_size)
-    for rows in order:
-        part = rollout.rows(rows)
-        inputs = (part.prompt_ids, part.prompt_mask, part.response_ids, part.response_mask)
-        own = model(*inputs, temperature=temperature, action_mask=part.action_mask, unrestricted=True)
-        with ranks.precision():
-            ref = reference(*inputs, temperature=temperature)
-        kl = torch.where(part.response_mask, kl_estimate(own.raw_logprobs, ref.raw_logprobs), 0)
-        counts = part.response_mask.sum(1)
-        rollout.bootstrap[rows] *= own.values.gather(1, counts[:, None]).squeeze(1)
-        new = (own.logprobs, ref.logprobs, own.values[:, :-1], kl)
-        for parts, x in zip(results.values(), new, strict=True):
-            parts.append(torch.nn.functional.pad(x, (0, rollout.response_ids.shape[1] - x.shape[1])))
-    back = torch.cat(order).argsort()
-    for name, parts in results.items():
-        setattr(rollout, name, torch.where(rollout.response_mask, torch.cat(parts)[back], 0))
-    finite = (
-        torch.isfinite(rollout.old_logprobs) & torch.isfinite(rollout.kl) & torch.isfinite(rollout.old_values)
-    ).all(1)
-    if not finite.all():
-        bad = rollout.indices[~finite].tolist()
-        raise FloatingPointError(f"a log-probability or value is not finite in the episodes of training samples {bad}")
-
-
-def assign_credit(
-    rollout: Rollout, ranks: Ranks, *, kl_coef: float, norm_reward: bool, gamma: float, gae_lambda: float
-) -> None:
-    """Fill in rewards, advantages and returns."""
-    rollout.rewards = token_rewards(rollout.task_rewards, rollout.kl, rollout.response_mask, kl_coef=kl_coef)
-    if norm_reward:
-        total = ranks.sum(moments(rollout.rewards, rollout.response_mask))
-        rollout.rewards = whiten(rollout.rewards, rollout.response_mask, total, unbiased=False)
-    rollout.advantages, rollout.returns = gae(
-        rollout.rewards,
-        rollout.old_values,
-        rollout.response_mask,
-        rollout.bootstrap,
-        gamma=gamma,
-        gae_lambda=gae_lambda,
-    )
-
-
-def update_priorities(rollout: Rollout, sampler: PrioritySampler, ranks: Ranks) -> None:
-    """Prioritised level replay: a sample's priority becomes its mean |advantage|, the same on every rank.
-
-    At least a hundredth of the batch's average, so that a sample that taught nothing once is still drawn some day.
-    """
-    if sampler.priority_scale == 0:
-        return
-    mean = rollout.advantages.abs().sum(1) / rollout.response_mask.sum(1)
-    pairs = ranks.gather(list(zip(rollout.indices.tolist(), mean.tolist(), strict=True)))
-    floor = 0.01 * sum(priority for _, priority in pairs) / len(pairs)
-    sampler.update([index for index, _ in pairs], [max(priority, floor) for _, priority in pairs])
+    return rollout, counts

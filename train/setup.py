@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from algorithms.policy import ActorCritic, LanguageModel, load_actor_critic, load_reference, parameter_groups
+from algorithms import adapters
+from algorithms.models import load_actor_critic, load_language_model, load_reference, parameter_groups
+from algorithms.nlpo import copy_weights
+from algorithms.policy import ActorCritic, LanguageModel
 from envs import registry
 from envs.metrics import METRICS
 from envs.streams import generator
 from train import checkpoint, tracking
 from train.claim import claimed
-from train.config import Config
+from train.config import A2CAlg, Config, GRPOAlg, TRPOAlg
 from train.config_types import flatten
 from train.distributed import Ranks
 from train.environments import make_sampler
@@ -36,7 +39,8 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     model: Any  # ActorCritic in the strategy's wrapper
     optimizer: Any
-    reference: LanguageModel
+    reference: Any  # called as a LanguageModel is
+    mask_model: LanguageModel | None  # NLPO's mask policy
     sampler: Sampler
     metrics: list[Any]
     clock: tracking.Clock
@@ -63,7 +67,7 @@ class Run:
             checkpoint.save(
                 self.folder / "checkpoints",
                 self.state,
-                model=self.ranks.unwrap(self.model),
+                models=checkpointed(self),
                 optimizer=self.optimizer,
                 sampler=self.sampler.envs.sampler,
                 config=self.config.to_dict(),
@@ -95,15 +99,13 @@ def start(config: Config) -> Iterator[Run]:
 def build(config: Config, ranks: Ranks, folder: Path, stack: contextlib.ExitStack) -> Run:
     """All parts of a run as they are before its first iteration."""
     args = config.alg.policy.args
-    if config.alg.policy.id != "causal_lm_actor_critic_policy":
-        raise ValueError(f"alg.policy.id: only causal_lm_actor_critic_policy is available, not {config.alg.policy.id}")
     tokenizer = load_tokenizer(config)
-    check_model_name(args.model_name)
+    check_model_name(args.model_name, ("config.json", adapters.CONFIG_FILE))
     torch.manual_seed(int(generator(config.alg.args.seed, "model").integers(2**62)))
-    options = {"dtype": getattr(torch, args.dtype), "logits_chunk_mb": args.logits_chunk_mb}
+    options = model_options(config)
     actor_critic = load_actor_critic(
         args.model_name,
-        value_model=args.value_model,
+        value_model="none" if isinstance(config.alg, GRPOAlg) else args.value_model,
         gradient_checkpointing=args.gradient_checkpointing,
         **options,
     )
@@ -111,6 +113,11 @@ def build(config: Config, ranks: Ranks, folder: Path, stack: contextlib.ExitStac
     stack.callback(sampler.envs.close)
     measured = config.train_evaluation.metrics
     metrics = [registry.build(m.id, m.args, METRICS, "metric", given=("episodes",)) for m in measured]
+    mask_model = None
+    if sampler.spec.mask is not None and sampler.spec.mask.mask_type != "topk":
+        mask_model = load_language_model(args.model_name, **options).requires_grad_(False).to(ranks.device)
+        copy_weights(actor_critic.policy, mask_model)
+    reference = adapters.reference_of(actor_critic.policy) if args.lora else load_reference(args.model_name, **options)
     model, optimizer = ranks.prepare(actor_critic, make_optimizer(config, actor_critic))
     ranks.start_trackers(config.tracking.project_name, flatten(config.to_dict()))
     return Run(
@@ -120,7 +127,8 @@ def build(config: Config, ranks: Ranks, folder: Path, stack: contextlib.ExitStac
         tokenizer=tokenizer,
         model=model,
         optimizer=optimizer,
-        reference=load_reference(args.model_name, **options).to(ranks.device),
+        reference=reference if args.lora else reference.to(ranks.device),
+        mask_model=mask_model,
         sampler=sampler,
         metrics=metrics,
         clock=tracking.Clock(ranks.device),
@@ -130,11 +138,29 @@ def build(config: Config, ranks: Ranks, folder: Path, stack: contextlib.ExitStac
     )
 
 
+def model_options(config: Config) -> dict[str, Any]:
+    """Keyword arguments with which policy, critic, reference and mask policy are all loaded."""
+    policy = config.alg.policy
+    return {
+        "seq2seq": policy.is_seq2seq,
+        "decoder_start_token_id": config.env.args.context_start_token if policy.is_seq2seq else None,
+        "dtype": getattr(torch, policy.args.dtype),
+        "logits_chunk_mb": policy.args.logits_chunk_mb,
+        "lora": policy.args.lora,
+    }
+
+
+def checkpointed(run: Run) -> dict[str, torch.nn.Module]:
+    """The modules whose weights change, by the name of their file in a checkpoint."""
+    modules: dict[str, torch.nn.Module] = {"model": run.ranks.unwrap(run.model)}
+    return modules if run.mask_model is None else {**modules, "mask_model": run.mask_model}
+
+
 def resume(run: Run, path: Path) -> None:
     """Puts the run where the checkpoint was, its files included."""
     run.state = checkpoint.load(
         path,
-        model=run.ranks.unwrap(run.model),
+        models=checkpointed(run),
         optimizer=run.optimizer,
         sampler=run.sampler.envs.sampler,
         config=run.config,
@@ -150,18 +176,24 @@ def resume(run: Run, path: Path) -> None:
 
 
 def make_optimizer(config: Config, model: ActorCritic) -> torch.optim.Optimizer:
-    """The optimizer of policy and critic, with a learning rate for each."""
-    args, policy = config.alg.args, config.alg.policy.args
+    """The optimizer of policy and critic, with a learning rate for each; TRPO's is of the critic alone."""
+    alg, policy = config.alg, config.alg.policy.args
+    critic_rate = getattr(alg.args, "critic_learning_rate", None)
     groups = parameter_groups(
         model,
-        learning_rate=args.learning_rate,
-        critic_learning_rate=args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate,
+        learning_rate=alg.args.learning_rate,
+        critic_learning_rate=alg.args.learning_rate if critic_rate is None else critic_rate,
         weight_decay=policy.weight_decay,
     )
+    if isinstance(alg, TRPOAlg):
+        groups = [group for group in groups if group["name"].startswith("critic")]
+    name, kwargs = policy.optimizer_class or "AdamW", policy.optimizer_kwargs
+    if policy.optimizer_class is None and isinstance(alg, A2CAlg) and alg.args.use_rms_prop:
+        name, kwargs = "RMSprop", {"alpha": 0.99, "eps": alg.args.rms_prop_eps, **kwargs}
     optimizers = {name: f"torch.optim:{name}" for name in ("AdamW", "Adam", "RMSprop", "SGD", "Adagrad", "Adadelta")}
-    kind = registry.resolve(policy.optimizer_class, optimizers, "alg.policy.args.optimizer_class")
+    kind = registry.resolve(name, optimizers, "alg.policy.args.optimizer_class")
     try:
-        optimizer: torch.optim.Optimizer = kind(groups, **policy.optimizer_kwargs)
+        optimizer: torch.optim.Optimizer = kind(groups, **kwargs)
     except (TypeError, ValueError) as error:
         raise ValueError(f"alg.policy.args.optimizer_kwargs {policy.optimizer_kwargs}: {error}") from error
     return optimizer

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from tqdm import tqdm
 
 from envs.prompts import PromptEncoder
 from envs.samples import Sample
@@ -30,6 +31,7 @@ class RowBuilder:
     max_prompt_length: tokens of a prompt, or None for no other limit than max_length
     max_length: tokens of a row (of either side of a seq2seq row). A reference that does not fit is cut and then has no
         EOS, as it does not end there; a prompt makes room for the reference on its truncation_side
+    context_start_token: put after every prompt of a causal model, as in rollouts; None = none
     separator: goes between prompt and reference unless one of them has white space there
     n_cut: references that were cut so far
     """
@@ -39,20 +41,27 @@ class RowBuilder:
     max_length: int
     seq2seq: bool = False
     max_prompt_length: int | None = None
+    context_start_token: int | None = None
     separator: str = " "
     n_cut: int = 0
 
     def __post_init__(self) -> None:
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token, which ends every reference")
-        start = self.tokenizer.bos_token_id
         self._encode_prompt = PromptEncoder(
             tokenizer=self.tokenizer.backend_tokenizer,
             vocab_size=self.vocab_size,
             max_length=min(self.max_prompt_length or self.max_length, self.max_length),
             truncation_side=self.tokenizer.truncation_side,
-            empty_prompt_token=self.tokenizer.eos_token_id if start is None else start,
+            context_start_token=self.context_start_token,
+            empty_prompt_token=self.empty_prompt_token,
         )
+
+    @property
+    def empty_prompt_token(self) -> int:
+        """What stands for a prompt without tokens."""
+        start = self.tokenizer.bos_token_id
+        return int(self.tokenizer.eos_token_id if start is None else start)
 
     def __call__(self, samples: Iterable[Sample], *, loss_on_prompt: bool = False) -> list[Row]:
         """A row per reference, with labels on the reference or (causal) on the prompt as well.
@@ -76,8 +85,9 @@ class RowBuilder:
             )
         if self.seq2seq:
             return {"input_ids": self._encode_prompt(sample).ids, "labels": self._cut(target, self.max_length)}
-        target = self._cut(target, self.max_length - 1)
-        encoder, room = self._encode_prompt, self.max_length - len(target)
+        n_context = self.context_start_token is not None
+        target = self._cut(target, self.max_length - n_context - 1)
+        encoder, room = self._encode_prompt, self.max_length - n_context - len(target)
         if encoder.max_length > room:
             encoder = dataclasses.replace(encoder, max_length=room)
         prompt = encoder(sample).ids
@@ -105,6 +115,30 @@ class RowBuilder:
     def _cut(self, target: list[int], room: int) -> list[int]:
         self.n_cut += len(target) > room
         return target[:room]
+
+
+def make_rows(
+    builder: RowBuilder,
+    samples: Mapping[str, Sequence[Sample]],
+    *,
+    loss_on_prompt: bool = False,
+    max_eval_samples: int | None = None,
+    say: bool = False,
+) -> dict[str, list[Row]]:
+    """Rows of each split; of val and test at most max_eval_samples, and no loss on the prompt. Raises as RowBuilder."""
+    rows = {}
+    for split, given in samples.items():
+        training = split == "train"
+        n = len(given) if training else min(len(given), max_eval_samples or len(given))
+        bar = tqdm(
+            (given[i] for i in range(n)), f"tokenizing {split}", n, unit=" samples", disable=None if say else True
+        )
+        rows[split] = builder(bar, loss_on_prompt=loss_on_prompt and training)
+        if say:
+            print(f"{split}: {len(rows[split])} references of {n} samples")
+    if say and builder.n_cut:
+        print(f"{builder.n_cut} references are longer than {builder.max_length} tokens with their prompts and were cut")
+    return rows
 
 
 @dataclass(frozen=True)

@@ -1,74 +1,98 @@
 """transformers' Trainer as supervised training uses it: token means over all ranks, and the run folder's files."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from train.evaluation import Evaluation, evaluate_split
 from train.supervised_data import Collator, Row, token_losses
-from train.tracking import append_line, plain, read_lines
+from train.tracking import append_line, plain
+
+TRAINING_INFO = {
+    "loss": "supervised/train_loss",
+    "learning_rate": "supervised/learning_rate",
+    "grad_norm": "supervised/grad_norm",
+}
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
-    """Writes the run's files of metrics while the trainer goes."""
+    """Generates responses whenever the trainer has measured the loss, and writes the run's files.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    done: splits and optimizer steps that were evaluated
+    """
+
+    def __init__(self, evaluation: Evaluation, test_rows: list[Row]) -> None:
+        self.evaluation, self.test_rows, self.done = evaluation, test_rows, set[tuple[str, int]]()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-        """Each evaluation, once per step and split: after training, val may have been evaluated at the last step."""
-        split = "test" if "test_loss" in metrics else "val"
-        path = self.folder / f"{split}_split_metrics.jsonl"
-        if not state.is_world_process_zero or any(row["iteration"] == state.global_step for row in read_lines(path)):
+        """One line and one file of predictions for each evaluation; `metrics` gets the new values as well."""
+        split, prefix = ("test", "test") if "test_nll" in metrics else ("val", "eval")
+        if (split, state.global_step) in self.done:
             return
-        values = {name: metrics[f"{'test' if split == 'test' else 'eval'}_{name}"] for name in ("nll", "perplexity")}
-        named = {"supervised/loss": values["nll"], "supervised/perplexity": values["perplexity"]}
-        row = {"epoch": round(state.epoch or 0, 3), "iteration": state.global_step, "metrics": plain(named)}
-        append_line(path, row)
-        print(
-            f"epoch {row['epoch']:g}, {split}: loss {values['nll']:.3f}, perplexity {values['perplexity']:.1f}",
-            flush=True,
-        )
+        self.done.add((split, state.global_step))
+        epoch = round(state.epoch or 0, 3)
+        known = {"supervised/loss": metrics[f"{prefix}_nll"], "supervised/perplexity": metrics[f"{prefix}_perplexity"]}
+        # The trainer has put the model into eval mode, and puts it back before the next step.
+        values = evaluate_split(self.evaluation, split, state.global_step, epoch=epoch, known=known)
+        # For training_args.metric_for_best_model.
+        metrics |= {f"{prefix}_{name}": value for name, value in values.items()}
+        loss, perplexity = known.values()
+        self.evaluation.tracker.say(f"epoch {epoch:g}, {split}: loss {loss:.3f}, perplexity {perplexity:.1f}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if state.is_world_process_zero and "loss" in logs:
-            names = {
-                "loss": "supervised/train_loss",
-                "learning_rate": "supervised/learning_rate",
-                "grad_norm": "supervised/grad_norm",
-            }
-            values = {ours: float(logs[theirs]) for theirs, ours in names.items() if theirs in logs}
+            values = plain({ours: float(logs[theirs]) for theirs, ours in TRAINING_INFO.items() if theirs in logs})
             row = {"epoch": round(state.epoch or 0, 3), "iteration": state.global_step, **values}
-            append_line(self.folder / "training_info.jsonl", plain(row))
+            append_line(self.evaluation.tracker.folder / "training_info.jsonl", row)
+            self.evaluation.ranks.accelerator.log(values, step=state.global_step)
 
 
 class EvaluateAtStart(TrainerCallback):  # type: ignore[misc]
     """Evaluates before the first step, but inside `train`: a model that was evaluated earlier is never wrapped for DDP,
     so each rank would train alone (transformers 5.24, accelerate 1.15)."""
 
-    def __init__(self, trainer: Trainer, test_rows: list[Row]) -> None:
-        self.trainer, self.test_rows = trainer, test_rows
+    def __init__(self, trainer: Trainer, recorder: Recorder) -> None:
+        self.trainer, self.recorder = trainer, recorder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 0:
-            evaluate(self.trainer, self.test_rows)
+            evaluate(self.trainer, self.recorder)
 
 
-def evaluate(trainer: Trainer, test_rows: list[Row]) -> None:
-    """Loss and perplexity on val and test, into the run's files."""
-    trainer.evaluate()
-    trainer.evaluate(test_rows, metric_key_prefix="test")
+def record(trainer: Trainer, evaluation: Evaluation, test_rows: list[Row]) -> Recorder:
+    """Makes the trainer evaluate val and test before its first step, and record that and whatever follows."""
+    recorder = Recorder(evaluation, test_rows)
+    trainer.add_callback(recorder)
+    trainer.add_callback(EvaluateAtStart(trainer, recorder))
+    return recorder
+
+
+def evaluate(trainer: Trainer, recorder: Recorder) -> None:
+    """Val and test, unless they were evaluated at this step."""
+    step = trainer.state.global_step
+    if ("val", step) not in recorder.done:
+        trainer.evaluate()
+    if ("test", step) not in recorder.done:
+        trainer.evaluate(recorder.test_rows, metric_key_prefix="test")
+
+
+def evaluate_at_end(trainer: Trainer, recorder: Recorder) -> None:
+    """Evaluates the model that will be saved: with load_best_model_at_end it is not the one of the last step."""
+    if trainer.args.load_best_model_at_end:
+        recorder.done.clear()
+    evaluate(trainer, recorder)
 
 
 def make_trainer(
-    folder: Path, args: TrainingArguments, model: Any, tokenizer: Any, rows: dict[str, list[Row]]
+    args: TrainingArguments, model: Any, tokenizer: Any, rows: dict[str, list[Row]], decoder_start: int | None
 ) -> Trainer:
-    """A trainer whose loss is the mean over the labels of all ranks and micro-batches of a step."""
-    seq2seq = model.config.is_encoder_decoder
+    """A trainer whose loss is the mean over the labels of all ranks and micro-batches of a step.
+
+    decoder_start: first input of a seq2seq decoder, None for a causal model.
+    """
+    seq2seq = decoder_start is not None
 
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         losses, mask = token_losses(outputs["logits"], labels, seq2seq=seq2seq)
@@ -83,17 +107,14 @@ def make_trainer(
         total, count = prediction.predictions.astype(float).sum(0)
         return {"nll": total / count, "perplexity": math.exp(min(total / count, 700))}
 
-    trainer = Trainer(
+    return Trainer(
         model=model,
         args=args,
         train_dataset=rows["train"],
         eval_dataset=rows["val"],
         processing_class=tokenizer,
-        data_collator=Collator(tokenizer.pad_token_id, model.config.decoder_start_token_id if seq2seq else None),
+        data_collator=Collator(tokenizer.pad_token_id, decoder_start),
         compute_loss_func=loss,
         preprocess_logits_for_metrics=sums,
         compute_metrics=metrics,
-        callbacks=[Recorder(folder)],
     )
-    trainer.add_callback(EvaluateAtStart(trainer, rows["test"]))
-    return trainer

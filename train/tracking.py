@@ -190,20 +190,27 @@ class Tracker:
         print(f"iteration {iteration}/{self.n_iters}  {numbers}  ETA {left}", flush=True)
 
     def log_evaluation(
-        self, split: str, metrics: Mapping[str, float], rows: list[dict[str, Any]], iteration: int, n_shown: int = 0
+        self,
+        split: str,
+        metrics: Mapping[str, float],
+        rows: list[dict[str, Any]],
+        iteration: int,
+        n_shown: int = 0,
+        epoch: float | None = None,
     ) -> None:
-        """{split}_split_metrics.jsonl and epoch_{iteration}_{split}_split_predictions.json, as RL4LMs names them.
+        """{split}_split_metrics.jsonl and epoch_{epoch}_{split}_split_predictions.json, as RL4LMs names them.
 
-        Trackers get the metrics, and the first `n_shown` predictions as text.
+        epoch: the iteration, unless it is given. Trackers get the metrics, and the first `n_shown` predictions as text.
         """
         if not self.ranks.is_main:
             return
-        line = {"epoch": iteration, "iteration": iteration, "metrics": plain(metrics)}
+        epoch = iteration if epoch is None else int(epoch) if epoch == int(epoch) else epoch
+        line = {"epoch": epoch, "iteration": iteration, "metrics": plain(metrics)}
         history = self.folder / f"{split}_split_metrics.jsonl"
         if history.exists():  # a run that is resumed after its last iteration measures again
             _keep_lines(history, lambda row: row["iteration"] != iteration)
         append_line(history, line)
-        path = self.folder / f"epoch_{iteration}_{split}_split_predictions.json"
+        path = self.folder / f"epoch_{epoch}_{split}_split_predictions.json"
         path.write_text(json.dumps([plain(row) for row in rows], ensure_ascii=False, indent=1), "utf-8")
         logged: dict[str, Any] = {f"eval/{split}/{name}": value for name, value in metrics.items()}
         if n_shown:

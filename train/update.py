@@ -40,13 +40,15 @@ def optimizer_step(
     *,
     max_grad_norm: float,
     kl_limit: float | None = None,
+    count: Callable[[Rollout], Tensor] = lambda part: part.loss_mask.sum(),
 ) -> Step:
-    """One step on the loss summed over all micro-batches and ranks, divided by their number of counted tokens.
+    """One step on the loss summed over all micro-batches and ranks, divided by their summed `count` (of tokens).
 
-    `loss(micro_batch)` returns (loss_sum, stats). With `kl_limit`, all ranks together skip the step when the mean
-    policy/approx_kl exceeds it. Raises FloatingPointError, before anything changes, if the gradient is not finite.
+    `loss(micro_batch)` returns (loss_sum, stats). Where nothing counts, no step is taken. With `kl_limit`, all ranks
+    together skip the step when the mean policy/approx_kl exceeds it. Raises FloatingPointError, before anything
+    changes, if the gradient is not finite.
     """
-    n_tokens = float(ranks.sum(sum(part.response_mask.sum() for part in micro_batches).float()))
+    total = float(ranks.sum(torch.stack([count(part).float() for part in micro_batches]).sum()))
     stats: Sums = {}
     for i, part in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
@@ -56,7 +58,10 @@ def optimizer_step(
             if last and kl_limit is not None and ranks.mean({"kl": stats["policy/approx_kl"]})["kl"] > kl_limit:
                 optimizer.zero_grad()
                 return Step(stats, None)
-            ranks.backward(loss_sum, n_tokens)
+            ranks.backward(loss_sum, max(total, 1.0))
+    if total == 0:
+        optimizer.zero_grad()
+        return Step(stats, 0.0)
     return Step(stats, ranks.step(model, optimizer, max_grad_norm))
 
 
@@ -68,10 +73,11 @@ def lr_factor(iteration: int, n_iters: int, schedule: str, warmup: int) -> float
     return {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[schedule]
 
 
-def set_learning_rates(optimizer: Any, factor: float) -> None:
-    """Every group's rate becomes `factor` times its base rate."""
+def set_learning_rates(optimizer: Any, factor: float, *, critic_only: bool = False) -> None:
+    """Every group's rate becomes `factor` times its base rate; 0 for the policy's groups with `critic_only`."""
     for group in optimizer.param_groups:
-        group["lr"] = factor * group["base_lr"]
+        still = critic_only and group["name"].startswith("policy")
+        group["lr"] = 0.0 if still else factor * group["base_lr"]
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, ranks: Ranks) -> float:

@@ -30,7 +30,7 @@ def episodes(lm: torch.nn.Module, spec: SamplingSpec) -> Mapping[str, Any]:
     prompt_ids, prompt_mask = make_prompts(LENGTHS, width=7)
     u = torch.rand(len(LENGTHS), T, generator=torch.Generator().manual_seed(4))
     got = sample_responses(
-        lm, prompt_ids, prompt_mask, u, spec, eos_token_ids=[EOS], stop_on_eos=False, pad_token_id=PAD
+        LanguageModel(lm), prompt_ids, prompt_mask, u, spec, eos_token_ids=[EOS], stop_on_eos=False, pad_token_id=PAD
     )
     mask = length_mask(torch.tensor([T, 3, 1, 6]), T)
     found = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms.advantages import gae, kl_estimate, token_rewards, update_kl_coef
+from algorithms.advantages import gae, kl_estimate, kl_penalty, shape_rewards, token_rewards, update_kl_coef
 
 YES, NO = True, False
 
@@ -94,3 +94,37 @@ def test_with_lambda_one_returns_are_discounted_sums() -> None:
     _, returns = gae(rewards, values, torch.ones(1, 6, dtype=torch.bool), torch.tensor([2.0]), gamma=0.9, gae_lambda=1)
     expected = [sum(0.9 ** (k - t) * rewards[0, k] for k in range(t, 6)) + 0.9 ** (6 - t) * 2.0 for t in range(6)]
     torch.testing.assert_close(returns[0], torch.stack(expected), rtol=1e-5, atol=2e-6)
+
+
+def test_estimators_of_the_kl() -> None:
+    kl = torch.tensor([-0.5, 0.0, 2.0])
+    assert torch.equal(kl_penalty(kl, "k1"), kl)
+    assert torch.allclose(kl_penalty(kl, "k2"), torch.tensor([0.125, 0.0, 2.0]))
+    assert torch.allclose(kl_penalty(kl, "k3"), (-kl).exp() - 1 + kl)
+    assert (kl_penalty(kl, "k2") >= 0).all() and (kl_penalty(kl, "k3") >= 0).all()
+
+
+@pytest.mark.parametrize(("estimator", "of"), [("k2", "own"), ("k3", "reference")])
+def test_gradients_of_the_estimators_in_the_loss_are_those_of_exact_kls(estimator: str, of: str) -> None:
+    """Means over all tokens, each with its probability under the policy: k2 leads down KL(π ‖ π_ref), k3 down
+    KL(π_ref ‖ π); k1 leads nowhere."""
+    torch.manual_seed(0)
+    logits, ref = torch.randn(6, dtype=torch.float64, requires_grad=True), torch.randn(6, dtype=torch.float64)
+    own, reference = logits.log_softmax(0), ref.log_softmax(0)
+    weights = own.detach().exp()
+    (found,) = torch.autograd.grad((weights * kl_penalty(own - reference, estimator)).sum(), logits, retain_graph=True)
+    (nothing,) = torch.autograd.grad((weights * (own - reference)).sum(), logits, retain_graph=True)
+    exact = (own.exp() * (own - reference)).sum() if of == "own" else (reference.exp() * (reference - own)).sum()
+    (expected,) = torch.autograd.grad(exact, logits)
+    torch.testing.assert_close(found, expected)
+    assert float(nothing.abs().max()) < 1e-12 and float(expected.abs().max()) > 0.01
+
+
+def test_rewards_are_scaled_then_clipped_then_punished() -> None:
+    task = torch.tensor([[0.0, 3.0, 0.0], [-5.0, 0.0, 1.0], [0.5, 0.0, 0.0]])
+    whole = torch.tensor([[YES, YES, NO], [YES, YES, YES], [YES, NO, NO]])
+    truncated = torch.tensor([NO, YES, YES])
+    plain = {"scale": 1.0, "clip": None, "missing_eos_penalty": 0.0}
+    assert torch.equal(shape_rewards(task, whole, truncated, **plain), task)  # type: ignore[arg-type]
+    found = shape_rewards(task, whole, truncated, scale=0.5, clip=1.0, missing_eos_penalty=2.0)
+    assert found.tolist() == [[0.0, 1.0, 0.0], [-1.0, 0.0, -1.5], [-1.75, 0.0, 0.0]]

@@ -1,6 +1,10 @@
-"""GAE and the PPO loss against numbers recorded from Stable-Baselines3 on a tabular policy (tests/golden/sb3.json)."""
+"""GAE, PPO, A2C and TRPO against numbers recorded from Stable-Baselines3 and sb3-contrib on a tabular policy.
+
+The file is tests/golden/sb3.json.
+"""
 
 import json
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from algorithms.a2c import a2c_loss
 from algorithms.advantages import gae
 from algorithms.logprobs import selective_log_softmax
 from algorithms.masked import moments, whiten
 from algorithms.ppo import max_ratio, ppo_loss
+from algorithms.trpo import kl_sum, surrogate, trust_region_step
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "sb3.json").read_text())
 CASES = GOLDEN["cases"]
-PPO_CASES = [case for case in CASES if case["kind"] == "ppo"]
+PPO_CASES, A2C_CASES, TRPO_CASES = ([case for case in CASES if case["kind"] == kind] for kind in ("ppo", "a2c", "trpo"))
 # float32 sums of two dozen terms of order 1; the recorded gradients are differences of weights of order 1.
 TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}
 
@@ -49,6 +55,9 @@ def mask_of(case: dict[str, Any]) -> Tensor:
 def test_the_file_holds_all_cases() -> None:
     assert [name(case) for case in PPO_CASES] == [
         f"{variant}-{seed}" for seed in range(3) for variant in ("ppo_ratio1", "ppo", "ppo_vclip_nonorm")
+    ]
+    assert [name(case) for case in A2C_CASES + TRPO_CASES] == [
+        f"{kind}-{i}" for kind in ("a2c", "trpo") for i in range(3)
     ]
     assert len(CASES) == 15
     assert len({bootstrap != 0 for case in CASES for *_, bootstrap in episodes(case)}) == 2
@@ -111,3 +120,75 @@ def test_ppo_loss_its_gradients_and_statistics_equal_sb3(case: dict[str, Any]) -
     ratio = (logprobs.view_as(mask) - padded(case, "old_logprobs")).exp()[mask].detach()
     assert means["policy/ratio"] == pytest.approx(float(ratio.mean()), rel=1e-6)
     assert float(max_ratio(logprobs.view_as(mask), padded(case, "old_logprobs", torch.inf), mask)) == float(ratio.max())
+
+
+@pytest.mark.parametrize("case", A2C_CASES, ids=name)
+def test_a2c_loss_its_gradients_and_statistics_equal_sb3(case: dict[str, Any]) -> None:
+    mask = mask_of(case)
+    logits_table = torch.tensor(case["logits_table"], requires_grad=True)
+    values_table = torch.tensor(case["values_table"], requires_grad=True)
+    states, actions = padded(case, "obs").long(), padded(case, "actions").long()
+    logprobs, entropy = selective_log_softmax(logits_table[states].flatten(0, 1), actions.flatten())
+    assert not case["hyper"]["normalize_advantage"]
+    loss, stats = a2c_loss(
+        logprobs=logprobs.view_as(mask),
+        entropy=entropy.view_as(mask),
+        values=values_table[states],
+        advantages=padded(case, "advantages", torch.nan),
+        returns=padded(case, "returns", torch.nan),
+        response_mask=mask,
+        vf_coef=case["hyper"]["vf_coef"],
+        ent_coef=case["hyper"]["ent_coef"],
+    )
+    (loss / mask.sum()).backward()
+    torch.testing.assert_close(logits_table.grad, torch.tensor(case["grad_logits_table"]), **TOLERANCE)
+    torch.testing.assert_close(values_table.grad, torch.tensor(case["grad_values_table"]), **TOLERANCE)
+    log = case["log"]
+    expected = {
+        "loss/policy": log["train/policy_loss"],
+        "loss/value": log["train/value_loss"],
+        "policy/entropy": -log["train/entropy_loss"],
+    }
+    means = {key: float(total / count) for key, (total, count) in stats.items()}
+    assert {key: means[key] for key in expected} == pytest.approx(expected, rel=2e-6, abs=2e-6)
+
+
+@pytest.mark.parametrize("case", TRPO_CASES, ids=name)
+def test_trpo_step_equals_sb3_contrib(case: dict[str, Any]) -> None:
+    """Conjugate gradient starts at random there, and converges on so few numbers all the same."""
+    hyper, mask = case["hyper"], mask_of(case)
+    weight = torch.tensor(case["logits_table"], requires_grad=True)
+    bias = torch.zeros(weight.shape[1], requires_grad=True)
+    states, actions = padded(case, "obs").long(), padded(case, "actions").long()
+    advantages = padded(case, "advantages")
+    advantages = whiten(advantages, mask, moments(advantages, mask))
+
+    def objective(rows: slice) -> Tensor:
+        every = (weight[states[rows]] + bias).flatten(0, 1)
+        logprobs, _ = selective_log_softmax(every, actions[rows].flatten())
+        old = padded(case, "old_logprobs", torch.nan)[rows]
+        return surrogate(logprobs.view_as(old), old, advantages[rows], mask[rows])[0]
+
+    metrics = trust_region_step(
+        [weight, bias],
+        [slice(0, 2), slice(2, None)],
+        objective=objective,
+        logits=lambda rows: weight[states[rows][mask[rows]]] + bias,
+        n_tokens=int(mask.sum()),
+        reduce=lambda total: total,
+        target_kl=hyper["target_kl"],
+        damping=hyper["cg_damping"],
+        cg_max_steps=hyper["cg_max_steps"],
+    )
+    new_table, old_table = (weight + bias).detach(), torch.tensor(case["logits_table"])
+    torch.testing.assert_close(new_table, torch.tensor(case["new_logits_table"]), rtol=0, atol=1e-5)
+    log, counted = case["log"], states[mask]
+    assert metrics["policy/line_search_success"] == log["train/is_line_search_success"]
+    # Its KL is that of the new to the old policy; the bound is on the old to the new, as in the paper.
+    theirs, ours = (
+        float(kl_sum(a[counted], b[counted]) / len(counted)) for a, b in permutations((new_table, old_table))
+    )
+    assert theirs == pytest.approx(log["train/kl_divergence_loss"], rel=1e-4)
+    assert metrics["policy/kl"] == pytest.approx(ours, rel=1e-4)
+    reached = float(objective(slice(None)).detach()) / len(counted)
+    assert reached == pytest.approx(log["train/policy_objective"], abs=1e-5)

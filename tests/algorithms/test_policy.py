@@ -5,9 +5,10 @@ import torch
 from scored_episodes import SPECS, actor_critic, counted, episodes
 from tiny_models import FAMILIES, VOCAB, naive_logits, shared_lm
 
+from algorithms.packing import unpack_mask
 from algorithms.policy import LanguageModel
 from algorithms.ppo import max_ratio, policy_loss
-from algorithms.sampling import SamplingSpec, unpack_mask
+from algorithms.sampling import SamplingSpec
 
 EVERY_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)

@@ -18,6 +18,7 @@ from tiny_models import (
 )
 from transformers import AutoModelForCausalLM, BertConfig, CohereConfig, GraniteConfig
 
+from algorithms.forward import Head
 from algorithms.policy import ActorCritic, LanguageModel
 from algorithms.sampling import SamplingSpec
 
@@ -68,7 +69,7 @@ def test_chunks_are_sized_by_memory(megabytes: int) -> None:
 def test_heads_that_do_more_than_multiply_are_found(family: str, scale: float) -> None:
     changes = {"final_logit_softcapping": 30.0} if family == "gemma2" else {}
     lm = make_lm(family, scale=scale, **changes).train()
-    assert LanguageModel(lm).plain_head is (family != "gemma2")
+    assert LanguageModel(lm).head == (None if family == "gemma2" else Head())
     assert lm.training
 
 
@@ -83,8 +84,16 @@ def test_heads_that_scale_are_scored_with_their_scale(
     inputs = episodes(lm, SPECS["plain"])
     scores = model(**inputs)
     first = naive_logits(lm, inputs["prompt_ids"][0][1:].tolist())[-1].log_softmax(0)[inputs["response_ids"][0, 0]]
-    assert not model.plain_head
+    assert model.head is None
     torch.testing.assert_close(scores.logprobs[0, 0], first, **TOLERANCE)
+
+
+def test_values_are_as_wide_as_the_states_and_not_as_the_layers() -> None:
+    lm, critic = (make_lm("opt", seed=seed, word_embed_proj_dim=16) for seed in (0, 1))  # as in OPT-350m
+    model = ActorCritic(LanguageModel(lm), critic.base_model)
+    with torch.no_grad():
+        assert model(**episodes(lm, SPECS["plain"])).values.shape == (4, T + 1)
+    assert model.value_head.in_features == 16 != lm.config.hidden_size
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["bfloat16 weights", "autocast"])

@@ -8,15 +8,8 @@ from tiny_models import FAMILIES, VOCAB, counting_calls, first_layer, length_mas
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from algorithms.policy import (
-    ActorCritic,
-    LanguageModel,
-    Scores,
-    load_actor_critic,
-    load_language_model,
-    load_reference,
-    parameter_groups,
-)
+from algorithms.models import load_actor_critic, load_language_model, load_reference, parameter_groups
+from algorithms.policy import ActorCritic, LanguageModel, Scores
 from algorithms.ppo import ppo_loss
 
 DROPOUT = {

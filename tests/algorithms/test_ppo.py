@@ -117,3 +117,56 @@ def test_equal_policies_have_ratio_one_and_no_kl() -> None:
     _, _, stats = loss_and_gradients({**inputs, "old_logprobs": inputs["logprobs"]})
     assert stats["policy/ratio"][0] == stats["policy/ratio"][1]
     assert stats["policy/approx_kl"][0] == 0 and stats["policy/clip_fraction"][0] == 0
+
+
+@pytest.mark.parametrize(
+    "advantage, ratio, expected_loss, moves",
+    [
+        (2.0, 1.3, -2.6, True),  # inside the wider upper side
+        (2.0, 1.6, -3.0, False),
+        (-2.0, 0.7, 1.6, False),  # the lower side is as before
+        (-2.0, 2.5, 5.0, True),
+        (-2.0, 4.0, 6.0, False),  # dual clip: no more than 3 · |A|
+        (2.0, 4.0, -3.0, False),  # and only where the advantage is negative
+    ],
+)
+def test_clip_higher_and_dual_clip(advantage: float, ratio: float, expected_loss: float, moves: bool) -> None:
+    logprobs = torch.tensor([[ratio]]).log().requires_grad_()
+    loss, stats = policy_loss(
+        logprobs=logprobs,
+        old_logprobs=torch.zeros(1, 1),
+        advantages=torch.tensor([[advantage]]),
+        response_mask=torch.ones(1, 1, dtype=torch.bool),
+        clip_range=0.2,
+        clip_range_high=0.5,
+        dual_clip=3.0,
+    )
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-6)
+    assert float(logprobs.grad) == pytest.approx(-advantage * ratio if moves else 0.0, rel=1e-6)
+    assert float(stats["policy/clip_fraction"][0]) == float(ratio < 0.8 or ratio > 1.5)
+
+
+def test_the_larger_of_both_value_errors_where_that_is_asked_for() -> None:
+    arguments = {
+        "values": torch.tensor([[1.2, 2.0, -2.0]]),
+        "old_values": torch.ones(1, 3),
+        "returns": torch.tensor([[2.0, 3.0, 0.5]]),
+        "response_mask": torch.ones(1, 3, dtype=torch.bool),
+        "clip_range_vf": 0.5,
+    }
+    # Unclipped errors 0.8, 1, 2.5; clipped ones 0.8, 1.5, 0.
+    loss, _ = value_loss(**arguments, clip_max=True)  # type: ignore[arg-type]
+    assert float(loss) == pytest.approx(0.8**2 + 1.5**2 + 2.5**2, rel=1e-6)
+
+
+def test_the_kl_in_the_loss_and_the_warm_up_of_the_critic() -> None:
+    inputs, kl = tensors(), torch.rand(4, 5)
+    mask = inputs["response_mask"]
+    plain, _, _ = loss_and_gradients(inputs)
+    with_kl, _, stats = loss_and_gradients(inputs, kl=kl, kl_coef=0.7)
+    torch.testing.assert_close(with_kl, plain + 0.7 * kl[mask].sum())
+    assert float(stats["loss/kl"][0]) == pytest.approx(float(kl[mask].sum()))
+    warm, gradients, stats = loss_and_gradients(inputs, kl=kl, kl_coef=0.7, policy_coef=0.0)
+    torch.testing.assert_close(warm, HYPER["vf_coef"] * stats["loss/value"][0])
+    assert not gradients["logprobs"].any() and not gradients["entropy"].any() and gradients["values"].any()

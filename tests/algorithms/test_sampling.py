@@ -11,7 +11,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from algorithms.sampling import SamplingSpec, allowed_tokens, invert_cdf, pack_mask, unpack_mask
+from algorithms.packing import pack_mask, unpack_mask
+from algorithms.sampling import SamplingSpec, allowed_tokens, invert_cdf
 
 LARGEST_UNIFORM = 1 - 2**-24
 

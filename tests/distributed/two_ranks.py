@@ -14,9 +14,9 @@ import torch
 from helpers import Recording, changed, distance, flat, flat_gradient, make_rollout
 
 from train.batches import Rollout
+from train.collect import collect, gae_credit, reward
 from train.config import load_config
-from train.ppo import collect, train, update
-from train.rollout import assign_credit
+from train.ppo import train, update
 from train.setup import Run, resume, start
 from train.stats import rollout_stats
 
@@ -94,9 +94,13 @@ def check_gradients(run: Run) -> None:
 
 def check_normalised_rewards(run: Run) -> None:
     union, share = union_and_share(run)
-    options = {"kl_coef": 0.3, "norm_reward": True, "gamma": 0.9, "gae_lambda": 0.8}
-    assign_credit(share, run.ranks, **options)
-    assign_credit(union, Alone(), **options)
+    config = changed(run.config, alg__kl_div__norm_reward=True, alg__args__gamma=0.9, alg__args__gae_lambda=0.8)
+    for rollout, ranks in ((share, run.ranks), (union, Alone())):
+        parts = SimpleNamespace(config=config, ranks=ranks, state=SimpleNamespace(kl_coef=0.3))
+        counts = rollout.response_mask.sum(1)
+        reward(parts, rollout, counts)
+        credited = gae_credit(parts, rollout, counts)
+        rollout.advantages, rollout.returns = credited.advantages, credited.returns
     for name in ("rewards", "advantages", "returns"):
         expected = getattr(union.rows(torch.tensor(SHARES[run.ranks.rank])), name)
         assert torch.allclose(getattr(share, name), expected, atol=1e-5), name

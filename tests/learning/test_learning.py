@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import lines, small_run
 
-from train import ppo
+from train import collect, ppo
 from train.setup import Run
 
 N_ITERS = 8
@@ -55,13 +55,13 @@ def test_the_reward_goes_up(value_model: str, models: Callable[..., Path], tmp_p
 def test_without_advantages_nothing_is_learnt(
     models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assign_credit = ppo.assign_credit
+    gae = collect.gae
 
-    def without(rollout: Any, *args: Any, **kwargs: Any) -> None:
-        assign_credit(rollout, *args, **kwargs)
-        rollout.advantages = torch.zeros_like(rollout.advantages)
+    def without(*args: Any, **kwargs: Any) -> Any:
+        advantages, returns = gae(*args, **kwargs)
+        return torch.zeros_like(advantages), returns
 
-    monkeypatch.setattr(ppo, "assign_credit", without)
+    monkeypatch.setattr(collect, "gae", without)
     run, (before, after) = learn(tmp_path, models(), alg__policy__args__weight_decay=0.0)
     assert after == before
     policy, critic = (run.ranks.unwrap(run.model).policy.lm, run.ranks.unwrap(run.model).critic)

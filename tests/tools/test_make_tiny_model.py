@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from tools.make_tiny_model import FAMILIES, main
+from tools.make_tiny_model import FAMILIES, SEQ2SEQ_FAMILIES, main
 
 
 def make(out: Path, *args: str) -> Path:
@@ -15,8 +15,8 @@ def make(out: Path, *args: str) -> Path:
     return out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SEQ2SEQ_FAMILIES])
+def test_causal_families(tmp_path: Path, family: str) -> None:
     folder = make(tmp_path / "model", "--family", family)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.model_type == family
@@ -24,6 +24,39 @@ def test_families(tmp_path: Path, family: str) -> None:
     assert (model.config.pad_token_id, model.config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
     out = model(**tokenizer(["1 2", "3"], padding=True, return_tensors="pt"))
     assert out.logits.shape == (2, 2, len(tokenizer))
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ_FAMILIES)
+def test_sequence_to_sequence_families(tmp_path: Path, family: str) -> None:
+    folder = make(tmp_path / "model", "--family", family)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)
+    config, pad, eos = model.config, tokenizer.pad_token_id, tokenizer.eos_token_id
+    assert config.model_type == family and (config.pad_token_id, config.eos_token_id) == (pad, eos)
+    assert config.decoder_start_token_id == (pad if family == "t5" else eos)
+    assert getattr(config, "scale_decoder_outputs", True), "T5's way with tied embeddings"
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert not any(value for name, value in config.to_dict().items() if "drop" in name)
+    forced = ("forced_bos_token_id", "forced_eos_token_id")
+    assert not any(getattr(model.generation_config, name, None) is not None for name in forced)
+    inputs = tokenizer(["1 2", "3"], padding=True, return_tensors="pt")
+    out = model(**inputs, decoder_input_ids=torch.full((2, 5), config.decoder_start_token_id))
+    assert inputs.input_ids.shape == (2, 3) and out.logits.shape == (2, 5, len(tokenizer))
+
+
+@pytest.mark.parametrize("tokenizer_args", [["numbers"], ["char"], ["byte"], ["word"]], ids=lambda args: args[0])
+@pytest.mark.parametrize("family", SEQ2SEQ_FAMILIES)
+def test_tokenizers_of_sequence_to_sequence_families_end_texts_with_eos(
+    tmp_path: Path, family: str, tokenizer_args: list[str]
+) -> None:
+    (tmp_path / "words.txt").write_text("1 2 3")
+    words = ["--text", str(tmp_path / "words.txt")] if tokenizer_args == ["word"] else []
+    folder = make(tmp_path / "model", "--family", family, "--tokenizer", *tokenizer_args, *words)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    bare, eos = tokenizer("1 2", add_special_tokens=False).input_ids, tokenizer.eos_token_id
+    assert eos not in bare and tokenizer("1 2").input_ids == [*bare, eos]
+    assert tokenizer("1 2", "3").input_ids == [*bare, eos, *tokenizer("3").input_ids]
+    assert tokenizer.decode([*bare, eos], skip_special_tokens=True) == "1 2"
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode("1 2").ids == [*bare, eos]
 
 
 def test_the_seed_decides_the_weights(tmp_path: Path) -> None:

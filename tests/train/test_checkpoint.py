@@ -37,7 +37,7 @@ class Parts:
 
     def arguments(self) -> dict[str, Any]:
         ranks = SimpleNamespace(is_main=True, world_size=1, device="cpu", broadcast=lambda x: x)
-        parts = {"model": self.model, "optimizer": self.optimizer, "sampler": self.sampler}
+        parts = {"models": {"model": self.model}, "optimizer": self.optimizer, "sampler": self.sampler}
         return {**parts, "data": self.data, "ranks": ranks}
 
     def save(self, iteration: int, keep_last: int = 2, best: int | None = None) -> None:
@@ -79,7 +79,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
     assert find(tmp_path, str(tmp_path / "checkpoint_9")) == tmp_path / "checkpoint_9"
 
 
-@pytest.mark.parametrize("place", ["torch.save", "torch.save 2", "save_model", "fsync", "rename", "state.json"])
+@pytest.mark.parametrize("place", ["torch.save", "torch.save 2", "save_file", "fsync", "rename", "state.json"])
 def test_a_save_that_fails_leaves_the_earlier_checkpoints(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +106,7 @@ def fail_at(patch: pytest.MonkeyPatch, place: str) -> None:
     name, _, call = place.partition(" ")
     owner, attribute = {
         "torch.save": (checkpoint.torch, "save"),
-        "save_model": (checkpoint, "save_model"),
+        "save_file": (checkpoint, "save_file"),
         "fsync": (checkpoint, "fsync"),
         "rename": (checkpoint.os, "rename"),
         "state.json": (Path, "write_text"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from train.config import Config, PPOAlg, SupervisedAlg, load_config
+from train.config import A2CAlg, Config, GRPOAlg, NLPOAlg, PPOAlg, SupervisedAlg, TRPOAlg, load_config
 
 ROOT = Path(__file__).parents[2]
 RL4LMS = Path(__file__).parent / "rl4lms"
@@ -20,6 +20,8 @@ alg:
   policy: {args: {model_name: gpt2}}
 train_evaluation: {eval_batch_size: 8, n_iters: 2, eval_every: 1}
 """
+MASK = ["--alg.policy.args.mask_type=learned_top_p"]
+GRPO = ["--env.n_envs=8"]
 SUPERVISED = """\
 tokenizer: {model_name: gpt2}
 datapool: {id: dummy_pool}
@@ -79,13 +81,16 @@ def test_supervised_files_of_rl4lms_load(name: str) -> None:
     assert "post_processing_fn" not in config.alg.generation_kwargs
 
 
-@pytest.mark.parametrize("name", ["seq2seq_nlpo.yml", "causal_a2c.yml", "causal_trpo.yml"])
-def test_algorithms_to_come_are_named(name: str) -> None:
-    alg = name.partition("_")[2].removesuffix(".yml")
-    with pytest.raises(ValueError) as caught:
-        load_config(["--config", str(RL4LMS / name)])
-    assert f"alg.id: '{alg}' is not available yet; available: ppo, supervised" in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_nlpo_a2c_and_trpo_of_rl4lms_load() -> None:
+    nlpo, a2c, trpo = (
+        load_config(["--config", str(RL4LMS / name)]).alg
+        for name in ("seq2seq_nlpo.yml", "causal_a2c.yml", "causal_trpo.yml")
+    )
+    assert isinstance(nlpo, NLPOAlg) and isinstance(a2c, A2CAlg) and isinstance(trpo, TRPOAlg)
+    assert nlpo.policy.is_seq2seq and nlpo.policy.args.mask_type == "learned_top_p"
+    assert nlpo.policy.args.top_mask in (0.5, 0.9) and nlpo.policy.args.target_update_iterations == 20
+    assert (a2c.args.gae_lambda, a2c.args.normalize_advantage, a2c.args.use_rms_prop) == (1.0, False, True)
+    assert (trpo.args.target_kl, trpo.args.cg_max_steps, trpo.args.n_critic_updates) == (0.01, 15, 10)
 
 
 def test_stray_comma_of_rl4lms_narrative_qa_is_named() -> None:
@@ -222,6 +227,19 @@ def test_anchors_and_merges_are_understood(tmp_path: Path) -> None:
         (["--alg.policy.id=maskable_causal_lm_actor_critic_policy"], "PPO has no action mask; use train/nlpo.py"),
         (["--alg.policy.id=casual_lm_actor_critic_policy"], "did you mean 'causal_lm_actor_critic_policy'?"),
         (["--alg.args.n_steps=1"], "one has no spread"),
+        (["--alg.id=nlpo"], "alg: policy.args.top_mask is required"),
+        (["--alg.id=nlpo", *MASK, "--alg.policy.args.top_mask=2"], "top_mask 2: a probability, at most 1"),
+        (["--alg.id=nlpo", "--alg.policy.args.top_mask=0.9"], "top_mask 0.9: a number of tokens, 1 or more"),
+        (["--alg.id=a2c", "--alg.policy.args.top_mask=5"], "policy.args.top_mask: A2C has no action mask"),
+        (["--alg.id=a2c", "--alg.kl_div.in_loss=true"], "kl_div.in_loss: A2C takes the KL off the reward only"),
+        (["--alg.kl_div={coeff: 1, in_loss: true, estimator: k1}"], "its gradient is zero on average; take k2 or k3"),
+        (["--alg.kl_div={coeff: 1, in_loss: true, norm_reward: true}"], "with in_loss there is none in them"),
+        (["--alg.id=trpo", "--alg.policy.args.gradient_checkpointing=true"], "TRPO differentiates twice"),
+        (["--alg.id=grpo", "--env.n_envs=12"], "env.n_envs (12) must be a multiple of alg.args.num_generations (8)"),
+        (["--alg.id=grpo", "--alg.args.num_generations=1"], "num_generations 1 makes no group for grpo"),
+        (["--alg.args.dual_clip=1"], "alg.args.dual_clip: expected float > 1 or null, got 1."),
+        (["--alg.policy.args.lora.target_modules=attention"], "target_modules: expected list or all-linear"),
+        (["--reward_fn.clip=0"], "reward_fn.clip: expected float > 0 or null, got 0."),
         (["--env.n_workers=2"], "env: n_workers (2) must not exceed n_envs (1)"),
         (["--train_evaluation.generation_kwargs={post_processing_fn: {id: a}}"], "post_processing_fn is not available"),
         (["--train_evaluation.generation_kwargs={min_length: 1, min_new_tokens: 2}"], "mean the same"),
@@ -229,6 +247,21 @@ def test_anchors_and_merges_are_understood(tmp_path: Path) -> None:
 )
 def test_contradictions(tmp_path: Path, overrides: list[str], message: str) -> None:
     assert message in fault(tmp_path, MINIMAL, *overrides)
+
+
+def test_lists_and_words_for_lora(tmp_path: Path) -> None:
+    for given, read in (("[q, v]", ("q", "v")), ("all-linear", "all-linear"), ("null", None)):
+        alg = load(tmp_path, MINIMAL, f"--alg.policy.args.lora.target_modules={given}").alg
+        assert isinstance(alg, PPOAlg) and alg.policy.args.lora is not None
+        assert alg.policy.args.lora.target_modules == read
+    alg = load(tmp_path, MINIMAL, "--alg.policy.args.lora={r: 4}").alg
+    assert isinstance(alg, PPOAlg) and alg.policy.args.lora is not None and alg.policy.args.lora.r == 4
+
+
+def test_the_estimator_of_the_kl_depends_on_where_it_is(tmp_path: Path) -> None:
+    for options, estimator in ((["--alg.id=ppo"], "k1"), (["--alg.id=grpo", *GRPO, "--alg.kl_div.in_loss=true"], "k3")):
+        alg = load(tmp_path, MINIMAL, *options).alg
+        assert isinstance(alg, PPOAlg | GRPOAlg) and alg.kl_div.estimator == estimator
 
 
 def test_supervised_needs_no_reward_but_takes_no_ppo_keys(tmp_path: Path) -> None:

@@ -24,11 +24,6 @@ UNREAD = {
     # Read when the file is loaded, nowhere else.
     "alg.policy.args.generation_kwargs.min_length": "fills in min_new_tokens",
     "alg.policy.args.prompt_truncation_side": "must equal env.args.prompt_truncation_side, which is read",
-    # PPO refuses all but their defaults; NLPO will read them.
-    "alg.policy.args.top_mask": "NLPO",
-    "alg.policy.args.mask_type": "NLPO",
-    "alg.policy.args.target_update_iterations": "NLPO",
-    "alg.policy.args.min_tokens_to_keep": "NLPO",
 }
 
 

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import small_run
+from algorithm_runs import options_of
+from helpers import distance, flat, gradients, small_run
 
 from train.batches import Rollout
-from train.ppo import collect, update
+from train.collect import collect, cut
+from train.grpo import group_credit
+from train.ppo import update
 from train.rollout import Wave, collect_waves, cut_to_budget, merge, play_wave
 from train.setup import Run
 
@@ -32,6 +35,7 @@ def make_wave(rng: np.random.Generator, n_envs: int, action_mask: bool = False) 
         prompt_mask=prompt_mask.long(),
         response_ids=torch.from_numpy(rng.integers(3, 30, (n_envs, T))),
         lengths=lengths,
+        mask_statistics=None,
         action_mask=torch.from_numpy(rng.integers(0, 256, (n_envs, T, 4), dtype=np.uint8)) if action_mask else None,
         task_rewards=last * (1.0 + indices[:, None]),
         truncated=lengths == T,
@@ -63,7 +67,7 @@ def test_a_batch_is_exactly_its_budget_for_any_lengths(bootstrap_truncated: bool
             row[keep.bool()] for wave in waves for row, keep in zip(wave.prompt_ids, wave.prompt_mask, strict=True)
         ]
 
-        rollout = merge(waves, budget, bootstrap_truncated)
+        rollout = cut(*merge(waves, budget, bootstrap_truncated=bootstrap_truncated))
         n, counts = len(rollout), rollout.response_mask.sum(1)
         assert int(counts.sum()) == budget
         assert torch.equal(rollout.response_mask, torch.arange(T) < counts[:, None])  # from the first token on, no gaps
@@ -152,9 +156,9 @@ def test_bootstraps_are_values_of_the_next_token(bootstrap_truncated: bool, mode
 
 def test_waves_go_on_until_the_tokens_are_there(models: Any, tmp_path: Path) -> None:
     with small_run(tmp_path, models()) as run:
-        lm = run.ranks.unwrap(run.model).policy.lm
+        models_used = [run.ranks.unwrap(run.model).policy]
         for n_tokens in (1, 17, 48):
-            waves = collect_waves(lm, run.sampler, n_tokens, 1, run.ranks, run.clock)
+            waves = collect_waves(models_used, run.sampler, n_tokens, 1, run.ranks, run.clock)
             lengths = [int(wave.lengths.sum()) for wave in waves]
             assert all(len(wave.lengths) == 4 for wave in waves)
             assert sum(lengths) >= n_tokens > sum(lengths[:-1])
@@ -164,7 +168,7 @@ def test_waves_go_on_until_the_tokens_are_there(models: Any, tmp_path: Path) -> 
 def test_reward_on_the_device_by_dotted_path(models: Any, tmp_path: Path) -> None:
     reward = {"id": "user_code:OnDevice", "args": {"scale": 10.0}}
     with small_run(tmp_path, models(), reward_fn=reward) as run:
-        wave = play_wave(run.ranks.unwrap(run.model).policy.lm, run.sampler, 1, 0, run.ranks, run.clock)
+        wave = play_wave([run.ranks.unwrap(run.model).policy], run.sampler, 1, 0, run.ranks, run.clock)
         rollout = collect(run, 1)
     last = torch.arange(T) == wave.lengths[:, None] - 1
     numbers = torch.tensor([run.sampler.envs.sample("train", int(i)).meta["number"] for i in wave.indices])
@@ -200,10 +204,65 @@ def test_two_ranks_sample_what_one_process_with_all_environments_samples(
 ) -> None:
     options = {"alg__policy__args__generation_kwargs": generation}
     with small_run(tmp_path, models(), env__n_envs=6, **options) as run:
-        lm = run.ranks.unwrap(run.model).policy.lm
-        together = play_wave(lm, run.sampler, 1, 0, run.ranks, run.clock)
+        policy = [run.ranks.unwrap(run.model).policy]
+        together = play_wave(policy, run.sampler, 1, 0, run.ranks, run.clock)
     with small_run(tmp_path, models(), env__n_envs=3, **options) as run:
-        parts = [play_wave(lm, replace(run.sampler, first_env=first), 1, 0, run.ranks, run.clock) for first in (0, 3)]
+        halves = [replace(run.sampler, first_env=first) for first in (0, 3)]
+        parts = [play_wave(policy, half, 1, 0, run.ranks, run.clock) for half in halves]
     for name in ("response_ids", "lengths", "task_rewards", "truncated", "indices"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(together, name)), name
     assert len(set(map(tuple, together.response_ids.tolist()))) == 6  # no two environments share a stream
+
+
+def test_rewards_of_training_are_shaped_those_of_the_statistics_are_not(models: Any, tmp_path: Path) -> None:
+    reward = {"id": "user_code:one", "scale": 3.0, "clip": 2.0, "missing_eos_penalty": 5.0}
+    with small_run(tmp_path, models(), reward_fn=reward, alg__args__n_steps=24) as run:
+        rollout = collect(run, 1)
+    complete, last = rollout.complete, rollout.response_mask.sum(1) - 1
+    assert (rollout.truncated & complete).any() and (~rollout.truncated).any()
+    at_the_end = rollout.rewards.gather(1, last[:, None]).squeeze(1)
+    assert torch.equal(at_the_end[complete], torch.where(rollout.truncated, -3.0, 2.0)[complete])
+    assert torch.equal(rollout.task_rewards.sum(1), complete.float())
+    assert rollout.rewards.count_nonzero() == complete.sum()
+
+
+@pytest.mark.parametrize("scope", ["minibatch", "batch"])
+def test_truncated_responses_can_be_left_out_of_the_losses(scope: str, models: Any, tmp_path: Path) -> None:
+    options = {"alg__args__n_steps": 24, "alg__args__n_epochs": 1, "alg__args__advantage_scope": scope}
+    with small_run(tmp_path, models(), **options, env__args__mask_truncated=True) as run:
+        rollout = collect(run, 1)
+        assert int(rollout.response_mask.sum()) == 96
+        kept = rollout.response_mask & ~rollout.truncated[:, None]
+        assert torch.equal(rollout.loss_mask, kept) and 0 < int(kept.sum()) < 96
+        whole = {"alg__args__micro_batch_size": 100, "alg__args__batch_size": 96}
+        (expected,) = gradients(run, replace(rollout), **whole)
+        # What is left out may be anything; and a batch without it has the same gradient.
+        rollout.returns = torch.where(kept, rollout.returns, 1e6)
+        rollout.advantages = torch.where(kept, rollout.advantages, 1e6)
+        (found,) = gradients(run, replace(rollout), **whole)
+        assert distance(found, expected) < 1e-6
+        (without,) = gradients(run, rollout.rows((~rollout.truncated).nonzero().squeeze(1)), **whole)
+        assert distance(without, expected) < 1e-5
+        rollout.loss_mask = torch.zeros_like(kept)
+        before = flat(run.model)
+        stats = update(run, rollout, 1)
+        assert torch.equal(flat(run.model), before) and stats["loss/policy"] == 0  # nothing counts, nothing moves
+
+
+def test_the_budget_cuts_groups_after_their_advantages_are_known(models: Any, tmp_path: Path) -> None:
+    """Each group answers one prompt; its advantages are of whole responses, also where the budget cuts them off."""
+    options = options_of("grpo", "gpt2", num_generations=4, n_steps=9, seed=3)
+    with small_run(tmp_path, models(), **options, env__n_envs=8, reward_fn={"id": "user_code:each_token"}) as run:
+        waves = collect_waves([run.ranks.unwrap(run.model).policy], run.sampler, 72, 2, run.ranks, run.clock)
+        rollout = collect(run, 2, group_credit)
+    scores = torch.cat([wave.task_rewards.sum(1) for wave in waves]).view(-1, 4)
+    indices = torch.cat([wave.indices for wave in waves]).view(-1, 4)
+    assert (indices == indices[:, :1]).all() and len(indices[:, 0].unique()) > 1
+    expected = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-8)).flatten()
+    n = len(rollout)
+    assert n < scores.numel() and n % 4 != 0 and not rollout.complete[-1]
+    assert int(rollout.response_mask.sum()) == 72
+    for row in range(n):
+        found = rollout.advantages[row][rollout.response_mask[row]]
+        assert torch.allclose(found, expected[row].expand_as(found), atol=1e-5)
+    assert not rollout.advantages[~rollout.response_mask].any()

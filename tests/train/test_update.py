@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import changed, distance, flat, gradients, small_run
+from helpers import changed, distance, flat, flat_gradient, gradients, small_run
 
 from train.batches import Rollout
-from train.ppo import collect, update
+from train.collect import collect
+from train.ppo import update
 from train.setup import Run
 from train.update import explained_variance, lr_factor, set_learning_rates
 
@@ -160,3 +161,39 @@ def test_explained_variance(models: Callable[..., Path], tmp_path: Path) -> None
         assert explained_variance(returns, returns, mask, run.ranks) == pytest.approx(1)
         assert explained_variance(returns + 3, returns, mask, run.ranks) == pytest.approx(1)
         assert explained_variance(values, torch.full_like(values, 2.0), mask, run.ranks) == 0
+
+
+@pytest.mark.parametrize("value_model", ["separate", "shared"])
+def test_the_critic_warms_up_alone(value_model: str, models: Any, tmp_path: Path) -> None:
+    options = {"alg__args__critic_warmup_iterations": 1, "alg__args__ent_coef": 0.1}
+    with small_run(tmp_path, models(), **options, alg__policy__args__value_model=value_model) as run:
+        model = run.ranks.unwrap(run.model)
+        before, head = flat(model.policy), flat(model.value_head)
+        stats = update(run, collect(run, 1), 1)
+        assert torch.equal(flat(model.policy), before) and not torch.equal(flat(model.value_head), head)
+        assert stats["policy/learning_rate"] == 0 and stats["policy/grad_norm"] > 0
+        stats = update(run, collect(run, 2), 2)
+        assert not torch.equal(flat(model.policy), before) and stats["policy/learning_rate"] == 0.003
+
+
+@pytest.mark.parametrize("action_mask", [False, True])
+def test_the_kl_in_the_loss_pulls_to_the_reference(action_mask: bool, models: Any, tmp_path: Path) -> None:
+    """In the reward there is then no KL. Its gradient: that of the estimate, of the unrestricted distributions."""
+    generation = {"top_k": 5} if action_mask else {}
+    options = {"alg__kl_div": {"coeff": 2.0, "in_loss": True, "estimator": "k2"}, "alg__args__n_epochs": 1}
+    options |= {"alg__args__batch_size": 48, "alg__policy__args__generation_kwargs": generation}
+    with small_run(tmp_path, models(), **options) as run:
+        update(run, collect(run, 1), 1)
+        rollout = collect(run, 2)
+        assert rollout.kl.abs().max() > 1e-3
+        assert torch.equal(rollout.rewards, rollout.task_rewards)
+        (with_kl,) = gradients(run, rollout)
+        (without,) = gradients(run, rollout, alg__kl_div__in_loss=False)
+        inputs = (rollout.prompt_ids, rollout.prompt_mask, rollout.response_ids, rollout.response_mask)
+        model = run.ranks.unwrap(run.model)
+        model.zero_grad()
+        raw = model.policy(*inputs).logprobs  # without the action mask
+        (0.5 * 2.0 * (raw - rollout.ref_logprobs)[rollout.response_mask].square().mean()).backward()
+        expected = flat_gradient(run.model)
+        assert float(expected.norm()) > 1e-3
+        assert distance(with_kl - without, expected) < 1e-4

@@ -1,0 +1,86 @@
+"""The updates that PPO, NLPO and GRPO share: several passes of clipped optimizer steps over a rollout."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from algorithms.masked import moments, whiten
+from envs.streams import generator
+from train.batches import Rollout, minibatches
+from train.setup import Run
+from train.update import Sums, add_sums, explained_variance, lr_factor, optimizer_step, set_learning_rates
+
+Loss = Callable[[Rollout, list[Tensor]], tuple[Tensor, Sums]]
+
+
+def update_epochs(
+    run: Run,
+    rollout: Rollout,
+    iteration: int,
+    loss: Loss,
+    *,
+    advantage_scope: str | None,
+    critic_only: bool = False,
+    count: Callable[[Rollout], Tensor] = lambda part: part.loss_mask.sum(),
+) -> dict[str, float]:
+    """n_epochs passes of optimizer steps on `loss` over the rollout; returns the statistics of all ranks.
+
+    loss(micro_batch, ratios) gives (loss_sum, stats) and adds its largest probability ratio to `ratios`.
+    advantage_scope: what advantages are normalised over, "minibatch", "batch" or None. critic_only: the policy keeps
+    its weights. count: see `optimizer_step`.
+    """
+    args, ranks = run.config.alg.args, run.ranks
+    factor = lr_factor(iteration, run.config.train_evaluation.n_iters, args.lr_schedule, args.warmup_iterations)
+    set_learning_rates(run.optimizer, factor, critic_only=critic_only)
+    if advantage_scope == "batch":
+        total = ranks.sum(moments(rollout.advantages, rollout.loss_mask))
+        rollout.advantages = whiten(rollout.advantages, rollout.loss_mask, total)
+    sums: Sums = {}
+    norms: list[float] = []
+    ratios: list[Tensor] = []
+    with run.clock("update"), ranks.unwrap(run.model).recomputing(run.config.alg.policy.args.gradient_checkpointing):
+        for micro_batches in passes(run, rollout, iteration, advantage_scope == "minibatch"):
+            step = optimizer_step(
+                lambda part: loss(part, ratios),
+                micro_batches,
+                run.model,
+                run.optimizer,
+                ranks,
+                max_grad_norm=args.max_grad_norm,
+                kl_limit=None if args.target_kl is None else 1.5 * args.target_kl,
+                count=count,
+            )
+            add_sums(sums, step.stats)
+            if step.grad_norm is None:
+                break
+            norms.append(step.grad_norm)
+    means = ranks.mean(sums)
+    return {
+        **means,
+        "loss/entropy": -means["policy/entropy"],
+        "policy/ratio_max": float(ranks.max(torch.stack(ratios).max())),
+        "policy/grad_norm": sum(norms) / max(1, len(norms)),
+        "policy/optimizer_steps": float(len(norms)),
+        "policy/learning_rate": 0.0 if critic_only else factor * args.learning_rate,
+    }
+
+
+def passes(run: Run, rollout: Rollout, iteration: int, whiten_each: bool) -> Iterator[list[Rollout]]:
+    """The micro-batches of each optimizer step: n_epochs times all minibatches, shuffled anew each time."""
+    args = run.config.alg.args
+    for epoch in range(args.n_epochs):
+        yield from minibatches(
+            rollout,
+            run.ranks,
+            generator(args.seed, "minibatch", iteration, epoch),
+            batch_size=args.batch_size,
+            micro_batch_size=args.micro_batch_size,
+            whiten_each=whiten_each,
+        )
+
+
+def critic_stats(run: Run, rollout: Rollout) -> dict[str, float]:
+    """How well the critic foresaw the returns of the rollout."""
+    values, returns, mask = rollout.old_values, rollout.returns, rollout.response_mask
+    return {"value/explained_variance": explained_variance(values, returns, mask, run.ranks)}

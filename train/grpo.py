@@ -1,0 +1,100 @@
+"""GRPO, RLOO and REINFORCE++: `accelerate launch train/grpo.py --config FILE` or `python -m train.grpo --config FILE`.
+
+Critic-free: each prompt is answered num_generations times, and a response's advantage is how much better it is than
+those beside it (or, for REINFORCE++, than the batch). The updates are clipped as PPO's.
+"""
+
+import torch
+from torch import Tensor
+
+from algorithms.advantages import gae, group_advantages, kl_estimate, kl_penalty
+from algorithms.grpo import grpo_loss, loss_count, token_weights
+from algorithms.ppo import max_ratio
+from train.batches import Rollout
+from train.collect import collect, cut
+from train.config import load_config
+from train.epochs import update_epochs
+from train.loop import begin, end_iteration, finish
+from train.script import expect_algorithm, run_script
+from train.setup import Run, start
+from train.stats import rollout_stats
+from train.update import Sums
+
+
+def train(run: Run) -> None:
+    """The whole run, from where its state is."""
+    for iteration in begin(run):
+        rollout = collect(run, iteration, group_credit)
+        stats = rollout_stats(rollout, run.ranks, run.state.kl_coef)
+        stats |= update(run, rollout, iteration)
+        end_iteration(run, iteration, stats)
+    finish(run)
+
+
+def group_credit(run: Run, rollout: Rollout, counts: Tensor) -> Rollout:
+    """The rollout cut to the budget, with the advantages of whole responses on each of their tokens."""
+    args, mask = run.config.alg.args, rollout.response_mask
+    if args.advantage_estimator == "reinforce_plus_plus":
+        nothing = torch.zeros_like(rollout.rewards)
+        # Without values and with λ = 1, generalised advantage estimation is the discounted reward to go.
+        rollout.advantages, _ = gae(rollout.rewards, nothing, mask, nothing[:, 0], gamma=args.gamma, gae_lambda=1.0)
+    else:
+        groups = rollout.rewards.sum(1).view(-1, args.num_generations)
+        advantages = group_advantages(groups, estimator=args.advantage_estimator, scale=args.scale_rewards)
+        rollout.advantages = torch.where(mask, advantages.view(-1, 1), 0)
+    return cut(rollout, counts)
+
+
+def update(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
+    """n_epochs passes of updates over the rollout; returns the statistics of all ranks."""
+    args, longest = run.config.alg.args, run.config.env.args.max_episode_length
+    return update_epochs(
+        run,
+        rollout,
+        iteration,
+        lambda part, ratios: loss(run, part, ratios),
+        advantage_scope="batch" if args.advantage_estimator == "reinforce_plus_plus" else None,
+        count=lambda part: loss_count(part.loss_mask, args.loss_normalization, longest),
+    )
+
+
+def loss(run: Run, part: Rollout, ratios: list[Tensor]) -> tuple[Tensor, Sums]:
+    """GRPO's loss, summed over the tokens of a micro-batch; its largest probability ratio is added to `ratios`."""
+    args, kl_div = run.config.alg.args, run.config.alg.kl_div
+    now = run.model(
+        part.prompt_ids,
+        part.prompt_mask,
+        part.response_ids,
+        part.response_mask,
+        temperature=run.sampler.spec.temperature,
+        action_mask=part.action_mask,
+        unrestricted=kl_div.in_loss,
+    )
+    ratios.append(max_ratio(now.logprobs, part.old_logprobs, part.loss_mask))
+    kl = kl_penalty(kl_estimate(now.raw_logprobs, part.ref_logprobs), kl_div.estimator) if kl_div.in_loss else None
+    return grpo_loss(
+        logprobs=now.logprobs,
+        old_logprobs=part.old_logprobs,
+        entropy=now.entropy,
+        advantages=part.advantages,
+        weights=token_weights(part.loss_mask, args.loss_normalization),
+        response_mask=part.loss_mask,
+        clip_range=args.clip_range,
+        clip_range_high=args.clip_range_high,
+        dual_clip=args.dual_clip,
+        ent_coef=args.ent_coef,
+        kl=kl,
+        kl_coef=run.state.kl_coef,
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: loads the configuration, sets the run up, trains."""
+    config = load_config(argv)
+    expect_algorithm(config.alg.id, "grpo")
+    with start(config) as run:
+        train(run)
+
+
+if __name__ == "__main__":
+    run_script(main)

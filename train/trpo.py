@@ -1,0 +1,147 @@
+"""TRPO on a language model: `accelerate launch train/trpo.py --config FILE` or `python -m train.trpo --config FILE`.
+
+One step of the policy per iteration: along the natural gradient, as far as the mean KL to the policy that sampled stays
+below target_kl and the surrogate improves; else the policy stays as it was. Then n_critic_updates passes of the critic.
+The weights are whole on every rank (one process or DDP).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from algorithms.ppo import value_loss
+from algorithms.trpo import mean_gradient, restricted_logits, sub_sample, surrogate, trust_region_step
+from algorithms.trust_region import split_like, trainable
+from envs.streams import generator
+from train.batches import Rollout, minibatches
+from train.collect import collect
+from train.config import load_config
+from train.epochs import critic_stats
+from train.loop import begin, end_iteration, finish
+from train.script import expect_algorithm, run_script
+from train.setup import Run, start
+from train.stats import rollout_stats
+from train.update import Sums, add_sums, lr_factor, set_learning_rates
+
+
+def train(run: Run) -> None:
+    """The whole run, from where its state is."""
+    for iteration in begin(run):
+        rollout = collect(run, iteration)
+        stats = rollout_stats(rollout, run.ranks, run.state.kl_coef)
+        stats |= update(run, rollout, iteration)
+        end_iteration(run, iteration, stats)
+    finish(run)
+
+
+def update(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
+    """The policy's step, then the critic's; returns the statistics of all ranks."""
+    args = run.config.alg.args
+    (whole,) = minibatches(
+        rollout,
+        run.ranks,
+        generator(args.seed, "minibatch", iteration),
+        batch_size=args.n_steps * run.config.env.n_envs,
+        micro_batch_size=args.micro_batch_size,
+        whiten_each=args.normalize_advantage,
+    )
+    with run.clock("update"):
+        stats = step_policy(run, whole)
+        stats |= fit_critic(run, rollout, iteration)
+    return stats | critic_stats(run, rollout)
+
+
+def step_policy(run: Run, micro_batches: Sequence[Rollout]) -> dict[str, float]:
+    """Moves the policy inside its trust region, or leaves every bit of it as it was."""
+    args, ranks, policy = run.config.alg.args, run.ranks, run.ranks.unwrap(run.model).policy
+    sums: Sums = {}
+
+    def inputs(part: Rollout) -> dict[str, Any]:
+        names = ("prompt_ids", "prompt_mask", "response_ids", "action_mask")
+        given = {name: getattr(part, name) for name in names}
+        return {**given, "response_mask": part.loss_mask, "temperature": run.sampler.spec.temperature}
+
+    def objective(part: Rollout) -> Tensor:
+        with ranks.precision():
+            now = policy(**inputs(part))
+        total, stats = surrogate(now.logprobs, part.old_logprobs, part.advantages, part.loss_mask)
+        if torch.is_grad_enabled():  # once, before the step
+            count = part.loss_mask.sum()
+            add_sums(sums, {**stats, "policy/entropy": (now.entropy.detach().sum(), count)})
+        return total
+
+    def logits(part: Rollout) -> Tensor:
+        with ranks.precision():
+            return restricted_logits(policy, **inputs(part))
+
+    few = [replace(part, loss_mask=sub_sample(part.loss_mask, args.sub_sampling_factor)) for part in micro_batches]
+    found = trust_region_step(
+        trainable(policy),
+        micro_batches,
+        objective=objective,
+        logits=logits,
+        n_tokens=count_tokens(run, micro_batches),
+        reduce=ranks.sum,
+        target_kl=args.target_kl,
+        damping=args.cg_damping,
+        cg_max_steps=args.cg_max_steps,
+        shrink=args.line_search_shrinking_factor,
+        max_tries=args.line_search_max_iter,
+        fisher_batches=few,
+        fisher_tokens=count_tokens(run, few),
+    )
+    means = ranks.mean(sums)
+    return {**means, **found, "loss/entropy": -means["policy/entropy"]}
+
+
+def fit_critic(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
+    """n_critic_updates passes of the critic over the rollout; the policy, also where they share a trunk, stays."""
+    args, ranks, actor_critic = run.config.alg.args, run.ranks, run.ranks.unwrap(run.model)
+    factor = lr_factor(iteration, run.config.train_evaluation.n_iters, args.lr_schedule, args.warmup_iterations)
+    set_learning_rates(run.optimizer, factor)
+    params = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+    sums: Sums = {}
+    norms: list[float] = []
+
+    def error(part: Rollout) -> Tensor:
+        with ranks.precision():
+            values = actor_critic.values(part.prompt_ids, part.prompt_mask, part.response_ids)[:, :-1]
+        old, returns = part.old_values, part.returns
+        total, stats = value_loss(values=values, old_values=old, returns=returns, response_mask=part.loss_mask)
+        add_sums(sums, stats)
+        return total
+
+    for epoch in range(args.n_critic_updates):
+        rng = generator(args.seed, "critic", iteration, epoch)
+        sizes = {"batch_size": args.batch_size, "micro_batch_size": args.micro_batch_size}
+        for micro_batches in minibatches(rollout, ranks, rng, **sizes, whiten_each=False):
+            gradient = mean_gradient(error, params, micro_batches, count_tokens(run, micro_batches), ranks.sum)
+            for parameter, piece in zip(params, split_like(gradient, params), strict=True):
+                parameter.grad = piece.to(parameter.dtype)
+            norms.append(ranks.step(run.model, run.optimizer, args.max_grad_norm))
+    return {
+        **ranks.mean(sums),
+        "value/grad_norm": sum(norms) / max(1, len(norms)),
+        "value/optimizer_steps": float(len(norms)),
+        "value/learning_rate": factor * args.learning_rate,
+    }
+
+
+def count_tokens(run: Run, micro_batches: Sequence[Rollout]) -> float:
+    """Tokens that count in the losses, of all ranks; 1 if there are none."""
+    return max(1.0, float(run.ranks.sum(torch.stack([part.loss_mask.sum() for part in micro_batches]).sum())))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: loads the configuration, sets the run up, trains."""
+    config = load_config(argv)
+    expect_algorithm(config.alg.id, "trpo")
+    with start(config) as run:
+        train(run)
+
+
+if __name__ == "__main__":
+    run_script(main)
