@@ -61,7 +61,7 @@ def target_names(lm: PreTrainedModel, wanted: Any) -> list[str]:
 
 
 def inject(model: PreTrainedModel, config: LoraConfig, adapter: str) -> None:
-    """Gives the layers of `config.target_modules` an adapter of this name, with fresh weights, and activates TRAINED."""
+    """Gives the layers of `config.target_modules` an adapter of this name with fresh weights; TRAINED is active."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")  # several are meant
         inject_adapter_in_model(config, model, adapter)

@@ -118,8 +118,8 @@ def fisher_vector_product(
 ) -> Tensor:
     """F·vector [D], F = ∇² mean KL(π_old ‖ π) at π = π_old: the Fisher matrix (appendix C.1). No damping is added.
 
-    `kl(batch)` is the `kl_here` of the batch's `restricted_logits`. One micro-batch's
-    graph exists at a time. n_tokens: global count. Parameters without influence give zeros.
+    `kl(batch)` is the `kl_here` of the batch's `restricted_logits`; one micro-batch's graph exists at a time. n_tokens:
+    global count. Parameters without influence give zeros.
     """
     pieces, total = split_like(vector, params), torch.zeros_like(vector)
     for batch in batches:
@@ -190,13 +190,12 @@ def trust_region_step(
 ) -> dict[str, float]:
     """One step of the policy (algorithm 1 with appendix C): moves `params`, or leaves every bit of them as it was.
 
-    batches: this rank's micro-batches, with `objective(batch)` their `surrogate` and `logits(batch)` their
-    `restricted_logits`, at the parameters that stand in `params` when called. n_tokens: their count over all ranks.
-    fisher_batches, fisher_tokens: others for the Fisher matrix alone; J and KL are measured on all tokens. reduce: sum
-    of a tensor over ranks, equal on each. Returns metrics, global already: KL, improvement and norm are 0 if refused.
+    `objective(batch)` and `logits(batch)` are `surrogate` and `restricted_logits` of this rank's micro-batches with
+    what stands in `params` when called; n_tokens: count of all ranks; fisher_batches, fisher_tokens: others for the
+    Fisher matrix alone. reduce: sum over ranks, equal on each. Returns metrics, global, KL and norm 0 if refused.
     """
-    sample = batches if fisher_batches is None else fisher_batches
-    count = n_tokens if fisher_tokens is None else fisher_tokens
+    sample, count = (batches, n_tokens) if fisher_batches is None else (fisher_batches, fisher_tokens)
+    assert count is not None, "fisher_batches without their fisher_tokens"
     old = flatten(params)
 
     def damped_fisher(vector: Tensor) -> Tensor:
@@ -213,8 +212,7 @@ def trust_region_step(
     direction, residual = conjugate_gradient(damped_fisher, gradient, max_steps=cg_max_steps)
     curvature = dot(direction, gradient - residual)  # sᵀ(F + damping·I)s without another product
     step = direction * (math.sqrt(2 * target_kl / curvature) if curvature > 0 else 0.0)
-    before, _ = evaluate(old)
-    found = line_search(evaluate, old, step, objective=before, target_kl=target_kl, shrink=shrink, max_tries=max_tries)
+    found = line_search(evaluate, old, step, evaluate(old)[0], target_kl, shrink=shrink, max_tries=max_tries)
     assign(params, found.parameters)
     return {
         "policy/kl": found.kl,

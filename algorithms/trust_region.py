@@ -84,9 +84,9 @@ def line_search(
     evaluate: Callable[[Tensor], tuple[float, float]],
     old: Tensor,
     step: Tensor,
-    *,
     objective: float,
     target_kl: float,
+    *,
     shrink: float = 0.8,
     max_tries: int = 10,
 ) -> LineSearch:

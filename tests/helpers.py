@@ -43,7 +43,7 @@ BASE: dict[str, Any] = {
 
 def command(folder: Path, model: Path, **changes: Any) -> list[str]:
     """A script's arguments for a small run in `folder`; changes: {dotted path with __ for dots: value}."""
-    path = folder / "base.json"  # JSON is YAML
+    path = folder / f"base{os.environ.get('RANK', '')}.json"  # JSON is YAML
     path.write_text(json.dumps(BASE))
     values = {
         "tokenizer.model_name": str(model),

@@ -77,6 +77,16 @@ def test_what_peft_writes_is_read(base: str, family: str, tmp_path: Path) -> Non
     assert torch.equal(scores_of(model).raw_logprobs, expected.raw_logprobs), "and there is no dropout"
 
 
+def test_an_adapter_finds_its_base_from_another_folder(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    adapter = save_adapter("gpt2", "base", tmp_path / "adapter")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert Path(adapters.base_of(adapter)) == Path(base) and lora_layers(load_language_model("../adapter", lora=lora()))
+
+
 @EVERY_FAMILY
 def test_a_warm_start_is_written_as_an_adapter_of_the_same_base(
     adapter: str, base: str, family: str, tmp_path: Path

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from tiny_adapters import kind, lora, save_base
+from tiny_models import make_lm
 from transformers import GraniteConfig, GraniteForCausalLM
 
+from algorithms.adapters import attach
 from algorithms.lora import lora_layers, target_names
 from algorithms.models import load_language_model
 
@@ -26,6 +28,13 @@ def test_a_fresh_adapter_depends_on_the_seed_alone(base: str, family: str) -> No
         found.append([p for name, p in policy.named_parameters() if ".lora_A." in name])
     equal = [[torch.equal(a, b) for a, b in zip(found[0], other, strict=True)] for other in found[1:]]
     assert all(equal[0]) and not any(equal[1])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_new_layers_are_in_the_mode_of_the_model(training: bool) -> None:
+    lm = make_lm("gpt2").train(training)
+    attach(lm, "gpt2", lora())
+    assert lora_layers(lm) and {module.training for module in lm.modules()} == {training}
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,21 @@ from algorithms.trpo import sub_sample
 from algorithms.trust_region import flatten, trainable
 
 
-def test_the_step_is_that_of_a_dense_solver() -> None:
-    policy = Policy()
-    part = episodes(policy)
-    old, fisher = flatten(trainable(policy)), dense_fisher(policy, part)
+@pytest.mark.parametrize("factor", [None, 4])
+def test_the_step_is_that_of_a_dense_solver(factor: int | None) -> None:
+    policy, sampling = Policy(), {}
+    part = sample = episodes(policy)
+    if factor is not None:
+        sample = replace(part, mask=sub_sample(part.mask, factor))
+        sampling = {"fisher_batches": [sample], "fisher_tokens": float(sample.mask.sum())}
+    old, fisher = flatten(trainable(policy)), dense_fisher(policy, sample)
     gradients = torch.autograd.grad(
         policy.objective(part), trainable(policy), allow_unused=True, materialize_grads=True
     )
     gradient = flatten(gradients) / part.mask.sum()
     natural = torch.linalg.solve(fisher + DAMPING * torch.eye(len(old)), gradient)
     step = math.sqrt(2 * TARGET_KL / float(gradient @ natural)) * natural
-    metrics = take_step(policy, [part], cg_max_steps=60)
+    metrics = take_step(policy, [part], cg_max_steps=60, **sampling)
     scale = 0.8 ** (metrics["policy/line_search_steps"] - 1)
     torch.testing.assert_close(flatten(trainable(policy)) - old, scale * step, rtol=1e-4, atol=1e-6)
     assert metrics["policy/step_norm"] == pytest.approx(scale * float(step.norm()), rel=1e-4)

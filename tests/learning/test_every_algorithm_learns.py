@@ -1,4 +1,4 @@
-"""Every algorithm, with causal and with sequence-to-sequence models, makes the reward go up; none learns from nothing."""
+"""Every algorithm, causal and sequence-to-sequence, makes the reward go up; none of them learns from nothing."""
 
 from collections.abc import Callable
 from pathlib import Path

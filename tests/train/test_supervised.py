@@ -156,6 +156,10 @@ def test_adapters(family: str, save_merged: bool, world: Path) -> None:
     further = run(world, f"{name}_further", *again)
     (start, _) = (row["metrics"]["supervised/loss"] for row in lines(further / "val_split_metrics.jsonl"))
     assert start == pytest.approx(last, rel=1e-4)
+    before = {path.name: path.read_bytes() for path in (folder / "model").glob("*.safetensors")}
+    shutil.rmtree(folder / "checkpoints" / "checkpoint-30")
+    run(world, name, *kind, lora, *epochs, "--resume")
+    assert before == {path.name: path.read_bytes() for path in (folder / "model").glob("*.safetensors")}
 
 
 @pytest.mark.parametrize(

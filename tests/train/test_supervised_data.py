@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from envs.samples import Sample
 from tools.make_tiny_model import byte_tokenizer, numbers_tokenizer, wrap
-from train.supervised_data import IGNORED, Collator, RowBuilder, token_losses
+from train.supervised_data import IGNORED, Collator, RowBuilder, make_rows, token_losses
 
 PAD, EOS = 0, 1
 X = IGNORED
@@ -41,6 +41,28 @@ def test_only_the_reference_and_eos_are_trained() -> None:
 def test_loss_on_prompt_trains_all_but_the_first_token() -> None:
     rows = builder()([sample("5 6", "7")], loss_on_prompt=True)
     assert rows == [{"input_ids": [*n(5, 6, 7), EOS], "labels": [X, *n(6, 7), EOS]}]
+
+
+def test_a_context_start_token_stands_between_prompt_and_reference() -> None:
+    """As in rollouts; it takes one of the model's positions."""
+    tokenizer = wrap(numbers_tokenizer(20), 64)
+    tokenizer.truncation_side = "left"
+    assert builder(tokenizer, context_start_token=2)([sample("5 6", "7")])[0]["input_ids"] == [*n(5, 6), 2, *n(7), EOS]
+    for max_length, expected in ((4, [*n(6), 2, *n(7), EOS]), (3, [*n(6), 2, *n(7)])):
+        row = builder(tokenizer, context_start_token=2, max_length=max_length)([sample("5 6", "7")])[0]
+        assert row["input_ids"] == expected and row["labels"][:2] == [X, X] and row["labels"][2:] == expected[2:]
+
+
+def test_rows_of_all_splits(capsys: pytest.CaptureFixture[str]) -> None:
+    """Loss on the prompt is for training only; val and test may be limited."""
+    given = {split: [sample("5 6", "7", "8"), sample("1", "2")] for split in ("train", "val", "test")}
+    rows = make_rows(builder(), given, loss_on_prompt=True, max_eval_samples=1, say=True)
+    assert [len(rows[split]) for split in given] == [3, 2, 2]
+    assert rows["train"][0]["labels"] == [X, *n(6, 7), EOS] and rows["val"][0]["labels"] == [X, X, *n(7), EOS]
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "train: 3 references of 2 samples",
+        "val: 2 references of 1 samples",
+    ]
 
 
 def test_an_empty_reference_trains_eos() -> None:
