@@ -26,6 +26,8 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     for name, value in vars(config).items():
         if isinstance(value, float) and any(word in name for word in _DROPOUT_NAMES):
             setattr(config, name, 0.0)
+        elif isinstance(value, PretrainedConfig):  # of an encoder or decoder of its own
+            without_dropout(value)
     return config
 
 
@@ -78,6 +80,8 @@ def load_language_model(
     decoder_start_token_id: what a decoder reads first, if not what the model's configuration says.
     """
     original = load_config(model_name, seq2seq=seq2seq)
+    if decoder_start_token_id is not None:
+        original.decoder_start_token_id = decoder_start_token_id  # so that a saved model knows it
     lm = load_pretrained(model_name, without_dropout(copy.deepcopy(original)), dtype=dtype, lora=lora)
     return LanguageModel(
         lm,

@@ -29,8 +29,8 @@ def top_mask(logits: Tensor, *, mask_type: str, size: float, min_tokens_to_keep:
 
 
 def mask_statistics(logits: Tensor, allowed: Tensor, temperature: float) -> Tensor:
-    """What a mask does to the policy, float32 [B, 3] (STATISTICS): tokens in it, the policy's probability inside it, and
-    whether the policy's likeliest token is inside. logits: float32 [B, V] of the policy; allowed: bool [B, V]."""
+    """What a mask does to the policy, float32 [B, 3] (STATISTICS): tokens in it, the policy's probability inside it,
+    and whether its likeliest token is inside. logits: float32 [B, V] of the policy; allowed: bool [B, V]."""
     probs = (logits / temperature).softmax(1)
     inside = torch.where(allowed, probs, 0).sum(1)
     hit = allowed.gather(1, logits.argmax(1, keepdim=True)).squeeze(1)

@@ -135,6 +135,7 @@ class LanguageModel(nn.Module):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes the model for `from_pretrained`, with the dropout rates that its config had."""
+        assert not hasattr(self.lm, "peft_config"), "algorithms.adapters.save_pretrained writes adapters"
         ours, self.lm.config = self.lm.config, self.original_config
         try:
             self.lm.save_pretrained(folder)
@@ -189,7 +190,8 @@ class ActorCritic(nn.Module):
     def critic_states(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> Tensor:
         """Hidden states [B, T+1, H] of the critic's own trunk."""
         inputs = self.policy.inputs(prompt_ids, prompt_mask, response_ids)
-        return trunk_states(self.critic, inputs, kept=response_ids.shape[1] + 1)
+        with self.policy.attention():
+            return trunk_states(self.critic, inputs, kept=response_ids.shape[1] + 1)
 
     def values(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> Tensor:
         """The critic alone: float32 [B, T+1]. Of a trunk shared with the policy only the value head gets a gradient."""

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from algorithms.policy import LanguageModel
 from algorithms.sampling import MaskSpec, SamplingSpec
 from envs import registry
+from envs.metrics import METRICS
 from envs.rewards import REWARDS
 from envs.samples import write_samples
 from envs.tasks import TASKS
@@ -30,33 +31,23 @@ def make_sampler(
     env = config.env
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     device_reward = make_device_reward(config, ranks)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    first_env = ranks.rank * env.n_envs
     paths, fingerprint = write_data(config, ranks, folder, tokenizer)
-    envs = TextVectorEnv(
-        env.n_envs,
-        env.n_workers or min(env.n_envs, max(1, cores // ranks.local_world_size)),
-        init={
-            **paths,
-            # A worker is not even to look at a device's reward: that would import torch there.
-            "reward": None if device_reward else {"id": config.reward_fn.id, "args": config.reward_fn.args},
-            "env": {
-                "vocab_size": policy.vocab_size,
-                "eos_token_ids": eos,
-                "pad_token_id": tokenizer.pad_token_id,
-                "max_prompt_length": prompt_limit(config, tokenizer, policy),
-                "max_episode_length": env.args.max_episode_length,
-                "terminate_on_eos": env.args.terminate_on_eos,
-                "context_start_token": None if policy.start_token_id is not None else env.args.context_start_token,
-                "prompt_truncation_side": env.args.prompt_truncation_side,
-                "priority_scale": env.args.priority_scale,
-                "empty_prompt_token": next(iter([x for x in (tokenizer.bos_token_id, *eos) if x is not None]), None),
-            },
-        },
-        timeout=env.timeout,
-        max_failures=env.max_worker_failures,
-        first_env=first_env,
+    envs = make_envs(
+        config,
+        ranks,
+        paths,
         seed=config.alg.args.seed,
+        on_device=device_reward is not None,
+        vocab_size=policy.vocab_size,
+        eos_token_ids=eos,
+        pad_token_id=tokenizer.pad_token_id,
+        max_prompt_length=prompt_limit(config, tokenizer, policy),
+        max_episode_length=env.args.max_episode_length,
+        terminate_on_eos=env.args.terminate_on_eos,
+        context_start_token=None if policy.start_token_id is not None else env.args.context_start_token,
+        prompt_truncation_side=env.args.prompt_truncation_side,
+        priority_scale=env.args.priority_scale,
+        empty_prompt_token=next(iter([x for x in (tokenizer.bos_token_id, *eos) if x is not None]), None),
     )
     return Sampler(
         envs=envs,
@@ -66,10 +57,35 @@ def make_sampler(
         stop_on_eos=env.args.terminate_on_eos,
         pad_token_id=tokenizer.pad_token_id,
         seed=config.alg.args.seed,
-        first_env=first_env,
+        first_env=ranks.rank * env.n_envs,
         group_size=config.alg.args.num_generations if isinstance(config.alg, GRPOAlg) else 1,
         device_reward=device_reward,
     )
+
+
+def make_envs(
+    config: Config, ranks: Ranks, paths: dict[str, Any], *, seed: int, on_device: bool, **env_args: Any
+) -> TextVectorEnv:
+    """This rank's environments and their workers. env_args: of each environment (see envs.text_env.TextEnv)."""
+    env, reward = config.env, config.reward_fn
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # A worker is not even to look at a device's reward: that would import torch there.
+    in_worker = None if reward is None or on_device else {"id": reward.id, "args": reward.args}
+    return TextVectorEnv(
+        env.n_envs,
+        env.n_workers or min(env.n_envs, max(1, cores // ranks.local_world_size)),
+        init={**paths, "reward": in_worker, "env": env_args},
+        timeout=env.timeout,
+        max_failures=env.max_worker_failures,
+        first_env=ranks.rank * env.n_envs,
+        seed=seed,
+    )
+
+
+def make_metrics(config: Config) -> list[Any]:
+    """The metrics of train_evaluation.metrics, in their order."""
+    specs = config.train_evaluation.metrics
+    return [registry.build(spec.id, spec.args, METRICS, "metric", given=("episodes",)) for spec in specs]
 
 
 def make_spec(config: Config, tokenizer: PreTrainedTokenizerBase) -> SamplingSpec:

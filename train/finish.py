@@ -23,16 +23,17 @@ def save_model(run: Run) -> None:
 
 def model_card(run: Run, table: str) -> str:
     """What was trained, how to repeat it, and what came out."""
-    config = run.config
+    config, policy = run.config, run.config.alg.policy.args
+    is_adapter = policy.lora is not None and not policy.lora.save_merged
     tokens = config.alg.args.n_steps * config.env.n_envs * run.ranks.world_size
     return f"""---
-base_model: {config.alg.policy.args.model_name}
-library_name: transformers
+base_model: {adapters.base_of(policy.model_name)}
+library_name: {"peft" if is_adapter else "transformers"}
 tags: [reinforcement-learning, rl4lms-scale, {config.alg.id}]
 ---
 # {config.tracking.experiment_name}
 
-`{config.alg.policy.args.model_name}` trained with {config.alg.id.upper()} for {run.state.iteration} iterations of \
+`{policy.model_name}` trained with {config.alg.id.upper()} for {run.state.iteration} iterations of \
 {tokens} tokens on the task `{config.datapool.id}` with the \
 reward `{config.reward_fn.id}` (seed {config.alg.args.seed}, {run.ranks.world_size} process(es)).
 

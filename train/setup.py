@@ -17,15 +17,16 @@ from algorithms.models import load_actor_critic, load_language_model, load_refer
 from algorithms.nlpo import copy_weights
 from algorithms.policy import ActorCritic, LanguageModel
 from envs import registry
-from envs.metrics import METRICS
 from envs.streams import generator
 from train import checkpoint, tracking
 from train.claim import claimed
 from train.config import A2CAlg, Config, GRPOAlg, TRPOAlg
+from train.config_alg import CriticArgs
 from train.config_types import flatten
 from train.distributed import Ranks
-from train.environments import make_sampler
+from train.environments import make_metrics, make_sampler
 from train.loading import check_model_name, load_tokenizer
+from train.notices import notices
 from train.rollout import Sampler
 
 
@@ -98,9 +99,10 @@ def start(config: Config) -> Iterator[Run]:
 
 def build(config: Config, ranks: Ranks, folder: Path, stack: contextlib.ExitStack) -> Run:
     """All parts of a run as they are before its first iteration."""
-    args = config.alg.policy.args
+    args, metrics = config.alg.policy.args, make_metrics(config)
     tokenizer = load_tokenizer(config)
     check_model_name(args.model_name, ("config.json", adapters.CONFIG_FILE))
+    check_model_name(adapters.base_of(args.model_name))
     torch.manual_seed(int(generator(config.alg.args.seed, "model").integers(2**62)))
     options = model_options(config)
     actor_critic = load_actor_critic(
@@ -109,10 +111,10 @@ def build(config: Config, ranks: Ranks, folder: Path, stack: contextlib.ExitStac
         gradient_checkpointing=args.gradient_checkpointing,
         **options,
     )
+    for notice in notices(config, actor_critic.policy) if ranks.is_main else ():
+        print(f"note: {notice}", flush=True)
     sampler = make_sampler(config, ranks, folder, tokenizer, actor_critic.policy)
     stack.callback(sampler.envs.close)
-    measured = config.train_evaluation.metrics
-    metrics = [registry.build(m.id, m.args, METRICS, "metric", given=("episodes",)) for m in measured]
     mask_model = None
     if sampler.spec.mask is not None and sampler.spec.mask.mask_type != "topk":
         mask_model = load_language_model(args.model_name, **options).requires_grad_(False).to(ranks.device)
@@ -178,7 +180,7 @@ def resume(run: Run, path: Path) -> None:
 def make_optimizer(config: Config, model: ActorCritic) -> torch.optim.Optimizer:
     """The optimizer of policy and critic, with a learning rate for each; TRPO's is of the critic alone."""
     alg, policy = config.alg, config.alg.policy.args
-    critic_rate = getattr(alg.args, "critic_learning_rate", None)
+    critic_rate = alg.args.critic_learning_rate if isinstance(alg.args, CriticArgs) else None
     groups = parameter_groups(
         model,
         learning_rate=alg.args.learning_rate,

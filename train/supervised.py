@@ -35,13 +35,13 @@ from train.claim import claimed
 from train.config import Config, load_config
 from train.config_types import flatten
 from train.distributed import Ranks
-from train.environments import write_data
+from train.environments import make_metrics, write_data
 from train.evaluation import Evaluation
 from train.loading import load_tokenizer
 from train.script import expect_algorithm, run_script
 from train.setup import run_folder
 from train.supervised_data import RowBuilder, make_rows
-from train.supervised_evaluation import generation_kwargs, lengths, make_metrics, make_sampler, prompt_limit
+from train.supervised_evaluation import generation_kwargs, lengths, make_sampler, prompt_limit
 from train.supervised_model import load_model, longest_input, save_model
 from train.supervised_resume import describe, find_checkpoint, go_back
 from train.supervised_trainer import Recorder, evaluate_at_end, make_trainer, record

@@ -1,15 +1,11 @@
 """How supervised training generates the responses that it evaluates: with which settings, in which environments."""
 
-import os
 from typing import Any
 
 from algorithms.sampling import SamplingSpec
-from envs import registry
-from envs.metrics import METRICS
-from envs.vector import TextVectorEnv
 from train.config import Config
 from train.distributed import Ranks
-from train.environments import make_device_reward
+from train.environments import make_device_reward, make_envs
 from train.evaluation import check_generation_kwargs
 from train.rollout import Sampler
 from train.supervised_data import IGNORED, Row, RowBuilder
@@ -75,34 +71,26 @@ def make_sampler(
     seed: int,
 ) -> Sampler:
     """Environments that score responses, with prompts as in training. data: see `write_data`; limits: see `lengths`."""
-    env, tokenizer, reward = config.env, builder.tokenizer, config.reward_fn
+    tokenizer, reward = builder.tokenizer, config.reward_fn
     max_prompt_length, max_new_tokens = limits
-    eos, pad, first_env = [tokenizer.eos_token_id], tokenizer.pad_token_id, ranks.rank * env.n_envs
+    eos, pad = [tokenizer.eos_token_id], tokenizer.pad_token_id
     device_reward = None if reward is None else make_device_reward(config, ranks)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     paths, fingerprint = data
-    envs = TextVectorEnv(
-        env.n_envs,
-        env.n_workers or min(env.n_envs, max(1, cores // ranks.local_world_size)),
-        init={
-            **paths,
-            "reward": None if reward is None or device_reward else {"id": reward.id, "args": reward.args},
-            "env": {
-                "vocab_size": builder.vocab_size,
-                "eos_token_ids": eos,
-                "pad_token_id": pad,
-                "max_prompt_length": max_prompt_length,
-                "max_episode_length": max_new_tokens,
-                "terminate_on_eos": True,
-                "context_start_token": builder.context_start_token,
-                "prompt_truncation_side": tokenizer.truncation_side,
-                "empty_prompt_token": builder.empty_prompt_token,
-            },
-        },
-        timeout=env.timeout,
-        max_failures=env.max_worker_failures,
-        first_env=first_env,
+    envs = make_envs(
+        config,
+        ranks,
+        paths,
         seed=seed,
+        on_device=device_reward is not None,
+        vocab_size=builder.vocab_size,
+        eos_token_ids=eos,
+        pad_token_id=pad,
+        max_prompt_length=max_prompt_length,
+        max_episode_length=max_new_tokens,
+        terminate_on_eos=True,
+        context_start_token=builder.context_start_token,
+        prompt_truncation_side=tokenizer.truncation_side,
+        empty_prompt_token=builder.empty_prompt_token,
     )
     return Sampler(
         envs=envs,
@@ -112,12 +100,6 @@ def make_sampler(
         stop_on_eos=True,
         pad_token_id=pad,
         seed=seed,
-        first_env=first_env,
+        first_env=ranks.rank * config.env.n_envs,
         device_reward=device_reward,
     )
-
-
-def make_metrics(config: Config) -> list[Any]:
-    """The metrics of train_evaluation.metrics, in their order."""
-    specs = config.train_evaluation.metrics
-    return [registry.build(spec.id, spec.args, METRICS, "metric", given=("episodes",)) for spec in specs]

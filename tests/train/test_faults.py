@@ -173,9 +173,9 @@ def test_a_model_without_a_tokenizer_is_refused(models: Models, tmp_path: Path, 
     assert "is a folder without tokenizer.json or tokenizer_config.json" in found
 
 
-def test_a_policy_that_is_not_there_yet(models: Models, tmp_path: Path, capsys: Capture) -> None:
+def test_a_policy_of_the_other_kind(models: Models, tmp_path: Path, capsys: Capture) -> None:
     found = message(command(tmp_path, models(), alg__policy__id="seq2seq_lm_actor_critic_policy"), capsys)
-    assert "only causal_lm_actor_critic_policy is available" in found
+    assert "is a causal model (of type gpt2); set alg.policy.id to causal_lm_actor_critic_policy" in found
 
 
 def test_minibatches_of_one_token_are_not_normalised(models: Models, tmp_path: Path, capsys: Capture) -> None:
