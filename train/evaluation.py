@@ -15,8 +15,8 @@ from algorithms.policy import LanguageModel
 from algorithms.sampling import SamplingSpec, sample_responses
 from envs.rewards.contract import call_batched
 from envs.streams import generator, uniforms
-from train.config import TrainEvaluation
 from train.config_loader import unknown
+from train.config_sections import TrainEvaluation
 from train.distributed import Ranks
 from train.predictions import Row, episode_fields, measure, prediction
 from train.rollout import Sampler
