@@ -5,7 +5,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from algorithms.advantages import kl_estimate, kl_penalty
 from algorithms.masked import moments, whiten
+from algorithms.policy import Scores
+from algorithms.ppo import max_ratio
 from envs.streams import generator
 from train.batches import Rollout, minibatches
 from train.setup import Run
@@ -78,6 +81,28 @@ def passes(run: Run, rollout: Rollout, iteration: int, whiten_each: bool) -> Ite
             micro_batch_size=args.micro_batch_size,
             whiten_each=whiten_each,
         )
+
+
+def replay(run: Run, part: Rollout, ratios: list[Tensor]) -> tuple[Scores, Tensor | None]:
+    """(scores, KL to the reference) of a micro-batch under the current weights, restricted as it was sampled.
+
+    The KL [B, T] is the estimate that kl_div adds to the loss, None if it is in the rewards. The largest probability
+    ratio is added to `ratios`.
+    """
+    kl_div = run.config.alg.kl_div
+    now: Scores = run.model(
+        part.prompt_ids,
+        part.prompt_mask,
+        part.response_ids,
+        part.response_mask,
+        temperature=run.sampler.spec.temperature,
+        action_mask=part.action_mask,
+        unrestricted=kl_div.in_loss,
+    )
+    ratios.append(max_ratio(now.logprobs, part.old_logprobs, part.loss_mask))
+    if not kl_div.in_loss:
+        return now, None
+    return now, kl_penalty(kl_estimate(now.raw_logprobs, part.ref_logprobs), kl_div.estimator)
 
 
 def critic_stats(run: Run, rollout: Rollout) -> dict[str, float]:

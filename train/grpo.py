@@ -7,13 +7,12 @@ those beside it (or, for REINFORCE++, than the batch). The updates are clipped a
 import torch
 from torch import Tensor
 
-from algorithms.advantages import gae, group_advantages, kl_estimate, kl_penalty
+from algorithms.advantages import gae, group_advantages
 from algorithms.grpo import grpo_loss, loss_count, token_weights
-from algorithms.ppo import max_ratio
 from train.batches import Rollout
 from train.collect import collect, cut
 from train.config import load_config
-from train.epochs import update_epochs
+from train.epochs import replay, update_epochs
 from train.loop import begin, end_iteration, finish
 from train.script import expect_algorithm, run_script
 from train.setup import Run, start
@@ -60,18 +59,8 @@ def update(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
 
 def loss(run: Run, part: Rollout, ratios: list[Tensor]) -> tuple[Tensor, Sums]:
     """GRPO's loss, summed over the tokens of a micro-batch; its largest probability ratio is added to `ratios`."""
-    args, kl_div = run.config.alg.args, run.config.alg.kl_div
-    now = run.model(
-        part.prompt_ids,
-        part.prompt_mask,
-        part.response_ids,
-        part.response_mask,
-        temperature=run.sampler.spec.temperature,
-        action_mask=part.action_mask,
-        unrestricted=kl_div.in_loss,
-    )
-    ratios.append(max_ratio(now.logprobs, part.old_logprobs, part.loss_mask))
-    kl = kl_penalty(kl_estimate(now.raw_logprobs, part.ref_logprobs), kl_div.estimator) if kl_div.in_loss else None
+    args = run.config.alg.args
+    now, kl = replay(run, part, ratios)
     return grpo_loss(
         logprobs=now.logprobs,
         old_logprobs=part.old_logprobs,

@@ -6,12 +6,11 @@ the answers; one forward of policy, critic and reference scores them; n_epochs p
 
 from torch import Tensor
 
-from algorithms.advantages import kl_estimate, kl_penalty
-from algorithms.ppo import max_ratio, ppo_loss
+from algorithms.ppo import ppo_loss
 from train.batches import Rollout
 from train.collect import collect
 from train.config import load_config
-from train.epochs import critic_stats, update_epochs
+from train.epochs import critic_stats, replay, update_epochs
 from train.loop import begin, end_iteration, finish
 from train.script import expect_algorithm, run_script
 from train.setup import Run, start
@@ -46,18 +45,8 @@ def update(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
 
 def loss(run: Run, part: Rollout, ratios: list[Tensor], *, policy_coef: float = 1.0) -> tuple[Tensor, Sums]:
     """PPO's loss, summed over the tokens of a micro-batch; its largest probability ratio is added to `ratios`."""
-    args, kl_div = run.config.alg.args, run.config.alg.kl_div
-    now = run.model(
-        part.prompt_ids,
-        part.prompt_mask,
-        part.response_ids,
-        part.response_mask,
-        temperature=run.sampler.spec.temperature,
-        action_mask=part.action_mask,
-        unrestricted=kl_div.in_loss,
-    )
-    ratios.append(max_ratio(now.logprobs, part.old_logprobs, part.loss_mask))
-    kl = kl_penalty(kl_estimate(now.raw_logprobs, part.ref_logprobs), kl_div.estimator) if kl_div.in_loss else None
+    args = run.config.alg.args
+    now, kl = replay(run, part, ratios)
     return ppo_loss(
         logprobs=now.logprobs,
         old_logprobs=part.old_logprobs,
