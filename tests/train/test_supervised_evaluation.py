@@ -94,6 +94,8 @@ def test_reinforcement_learning_starts_where_supervised_training_ended(
         supervised = lines(folder / f"{split}_split_metrics.jsonl")[-1]["metrics"]
         del supervised["supervised/loss"], supervised["supervised/perplexity"], first[perplexity]
         assert supervised == pytest.approx(first)
+    # The reference is the warm-started policy, with its adapter where it has one.
+    assert abs(lines(started / "metrics.jsonl")[0]["kl/ref"]) < 1e-6
 
 
 def test_a_reward_that_runs_on_the_device(world: Path) -> None:
