@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from algorithms.masked import EPSILON
-
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Per-token estimate k1 = log π(a) - log π_ref(a) of KL(π ‖ π_ref), unbiased for a ~ π. Any equal shapes, nats.
@@ -66,13 +64,18 @@ def update_kl_coef(kl_coef: float, kl: float, target_kl: float | None) -> float:
 def group_advantages(rewards: Tensor, *, estimator: str, scale: bool = True) -> Tensor:
     """Advantages of whole responses among those to the same prompt. rewards: [G, N], a group a row; returns [G, N].
 
-    "grpo" (Shao et al. 2024, eq. 3): r - mean, over the standard deviation + 1e-8 if `scale` (without it: Liu et al.
+    "grpo" (Shao et al. 2024, eq. 3): r - mean, over the standard deviation + 1e-4 if `scale` (without it: Liu et al.
     2025, Dr. GRPO). "rloo" (Ahmadian et al. 2024, eq. 9): r less the mean of the other N - 1.
+
+    In float64, and with that much added, equal rewards and those that differ by rounding alone teach nothing.
     """
-    centred = rewards - rewards.mean(1, keepdim=True)
+    exact = rewards.double()
+    centred = exact - exact.mean(1, keepdim=True)
     if estimator == "rloo":
-        return centred * (rewards.shape[1] / (rewards.shape[1] - 1))
-    return centred / (rewards.std(1, keepdim=True) + EPSILON) if scale else centred
+        centred = centred * (rewards.shape[1] / (rewards.shape[1] - 1))
+    elif scale:
+        centred = centred / (exact.std(1, keepdim=True) + 1e-4)
+    return centred.to(rewards.dtype)
 
 
 def gae(

@@ -3,25 +3,30 @@
 They differ from PPO in the advantages (`algorithms.advantages.group_advantages`) and in what a token weighs.
 """
 
-import torch
 from torch import Tensor
 
 from algorithms.ppo import Stats, policy_loss, regularised
 
 
-def token_weights(response_mask: Tensor, normalization: str) -> Tensor:
-    """Weights [B, T] of the tokens in the loss: 1, or with "sequence" 1 / length. response_mask: bool [B, T]."""
+def token_weights(response_mask: Tensor, lengths: Tensor, normalization: str) -> Tensor:
+    """Weights [B, T] of the tokens in the loss: 1, or with "sequence" 1 / length of the response.
+
+    response_mask: bool [B, T]; lengths: [B], of whole responses, of which the mask may hold the first tokens only.
+    """
     weights = response_mask.float()
-    return weights / weights.sum(1, keepdim=True).clamp(min=1) if normalization == "sequence" else weights
+    return weights / lengths[:, None] if normalization == "sequence" else weights
 
 
-def loss_count(response_mask: Tensor, normalization: str, max_length: int) -> Tensor:
+def loss_count(response_mask: Tensor, lengths: Tensor, normalization: str, max_length: int) -> Tensor:
     """What the summed loss of these responses is to be divided by: their number of tokens ("token"), their number
-    ("sequence"), or that times `max_length` ("constant": Liu et al. 2025, without a bias to any length). Scalar."""
+    ("sequence"), or that times `max_length` ("constant": Liu et al. 2025, without a bias to any length). Scalar.
+
+    Of a response that is not all in the mask, the share that is in it counts.
+    """
     if normalization == "token":
         return response_mask.sum()
-    episodes = response_mask.any(1).sum()
-    return episodes if normalization == "sequence" else episodes * max_length
+    responses = token_weights(response_mask, lengths, "sequence").sum()
+    return responses if normalization == "sequence" else responses * max_length
 
 
 def grpo_loss(
@@ -31,6 +36,7 @@ def grpo_loss(
     entropy: Tensor,
     advantages: Tensor,
     weights: Tensor,
+    count: Tensor,
     response_mask: Tensor,
     clip_range: float,
     ent_coef: float,
@@ -39,7 +45,10 @@ def grpo_loss(
     dual_clip: float | None = None,
     kl: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
-    """Σ w·(-min(A·ρ, A·clip(ρ)) - ent_coef·H + kl_coef·KL) (eq. 3 of Shao et al.). Tensors [B, T]; (sum, stats)."""
+    """Σ w·(-min(A·ρ, A·clip(ρ)) - ent_coef·H + kl_coef·KL) (eq. 3 of Shao et al.). Tensors [B, T]; (sum, stats).
+
+    weights: see `token_weights`; count: see `loss_count`, for the statistics of the loss.
+    """
     pg_loss, pg_stats = policy_loss(
         logprobs=logprobs,
         old_logprobs=old_logprobs,
@@ -58,6 +67,5 @@ def grpo_loss(
         kl_coef=kl_coef,
         weights=weights,
     )
-    with torch.no_grad():
-        total = {"loss/total": (loss.detach(), response_mask.sum())}
-    return loss, {**pg_stats, **own, **total}
+    losses = {"loss/policy": (pg_loss.detach(), count), "loss/total": (loss.detach(), count)}
+    return loss, {**pg_stats, **own, **losses}

@@ -55,6 +55,10 @@ class SamplingSpec:
         masked = self.mask is not None and self.mask.restricts
         return masked or forced or self.min_new_tokens > 0 or self.top_k > 0 or self.top_p < 1.0
 
+    def free(self, n_steps: int) -> Tensor:
+        """bool [n_steps], True where the token is sampled, not forced: a forced one says nothing of the policy."""
+        return torch.tensor([self.forced(step) is None for step in range(n_steps)])
+
     def forced(self, step: int) -> int | None:
         """The one token allowed at `step` (0-based), or None."""
         if step == self.max_new_tokens - 1 and self.forced_eos_token_id is not None:

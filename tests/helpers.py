@@ -145,6 +145,7 @@ def make_rollout(counts: list[int], width: int = 6, length: int = 9, seed: int =
         mask_statistics=torch.rand(batch, length, 3, generator=draw),
         action_mask=torch.randint(0, 256, (batch, length, 4), generator=draw, dtype=torch.uint8),
         **{name: torch.randn(batch, length, generator=draw) for name in floats},
+        lengths=torch.tensor(counts),
         bootstrap=torch.zeros(batch),
         complete=torch.ones(batch, dtype=torch.bool),
         truncated=torch.zeros(batch, dtype=torch.bool),

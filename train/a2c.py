@@ -22,7 +22,7 @@ def train(run: Run) -> None:
     """The whole run, from where its state is."""
     for iteration in begin(run):
         rollout = collect(run, iteration)
-        stats = rollout_stats(rollout, run.ranks, run.state.kl_coef)
+        stats = rollout_stats(run, rollout)
         stats |= update(run, rollout, iteration)
         end_iteration(run, iteration, stats)
     finish(run)
@@ -49,7 +49,8 @@ def update(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
     return {
         **means,
         "loss/entropy": -means["policy/entropy"],
-        "policy/grad_norm": float(step.grad_norm or 0.0),
+        "policy/grad_norm": step.grad_norm or 0.0,
+        "policy/optimizer_steps": float(step.grad_norm is not None),
         "policy/learning_rate": factor * args.learning_rate,
         **critic_stats(run, rollout),
     }

@@ -20,11 +20,12 @@ class Rollout:
     response_mask: bool [B, T], True up to and including EOS and inside the token budget (the last episode may be cut).
     loss_mask: bool [B, T], the part of it that counts in the losses: all, unless env.args.mask_truncated.
     action_mask: uint8 [B, T, ceil(V/8)], packed, or None. mask_statistics: float32 [B, T, 3] of NLPO's mask, or None
-    (see algorithms.nlpo.mask_statistics). old_logprobs, ref_logprobs, old_values, task_rewards, kl,
-    rewards, advantages, returns: float32 [B, T], 0 outside response_mask.
-    bootstrap: float32 [B], V after the last counted token, 0 where the episode is over. complete,
-    truncated: bool [B]; only a complete episode has its terminal reward in the batch.
-    indices: int64 [B], the samples' positions in the training split.
+    (see algorithms.nlpo.mask_statistics).
+    old_logprobs, ref_logprobs, old_values, task_rewards, kl, rewards, advantages, returns: float32 [B, T], 0 outside
+    response_mask.
+    lengths: int64 [B], of whole responses, also where the budget cuts them. bootstrap: float32 [B], V after the last
+    counted token, 0 where the episode is over. complete, truncated: bool [B]; only a complete episode has its terminal
+    reward in the batch. indices: int64 [B], the samples' positions in the training split.
     """
 
     prompt_ids: Tensor
@@ -42,6 +43,7 @@ class Rollout:
     rewards: Tensor
     advantages: Tensor
     returns: Tensor
+    lengths: Tensor
     bootstrap: Tensor
     complete: Tensor
     truncated: Tensor

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from algorithms.advantages import gae, kl_estimate, kl_penalty, shape_rewards, token_rewards
 from algorithms.masked import moments, whiten
+from algorithms.sampling import SamplingSpec
 from envs.sampler import PrioritySampler
 from train.batches import Rollout, micro_batches
 from train.distributed import Ranks
@@ -53,15 +54,17 @@ def collect(run: Run, iteration: int, credit: Credit = gae_credit) -> Rollout:
             actor_critic,
             run.reference,
             ranks,
-            temperature=sampler.spec.temperature,
+            spec=sampler.spec,
             micro_batch_size=config.alg.args.micro_batch_size,
         )
     with run.clock("wait"):
         ranks.barrier()
     reward(run, rollout, counts)
-    rollout = credit(run, rollout, counts)
     if config.env.args.mask_truncated:
         rollout.loss_mask = rollout.response_mask & ~rollout.truncated[:, None]
+    rollout = credit(run, rollout, counts)
+    if config.env.args.mask_truncated and not ranks.sum(rollout.loss_mask.sum()):
+        run.tracker.say(f"iteration {iteration}: all responses were truncated and are masked, so nothing is trained")
     update_priorities(rollout, sampler.envs.sampler, ranks)
     return rollout
 
@@ -74,22 +77,24 @@ def score(
     reference: Any,
     ranks: Ranks,
     *,
-    temperature: float,
+    spec: SamplingSpec,
     micro_batch_size: int,
 ) -> None:
     """Fill in old_logprobs, ref_logprobs, old_values, kl and bootstrap: one teacher-forced forward of each model.
 
-    Raises FloatingPointError naming the sample if a log-probability is not finite.
+    The KL at a forced token is 0: it was not sampled from the policy. Raises FloatingPointError naming the sample if a
+    log-probability is not finite.
     """
     results: dict[str, list[Tensor]] = {name: [] for name in ("old_logprobs", "ref_logprobs", "old_values", "kl")}
     order = micro_batches(rollout.response_mask.sum(1), micro_batch_size)
     for rows in order:
         part = rollout.rows(rows)
         inputs = (part.prompt_ids, part.prompt_mask, part.response_ids, part.response_mask)
-        own = model(*inputs, temperature=temperature, action_mask=part.action_mask, unrestricted=True)
+        own = model(*inputs, temperature=spec.temperature, action_mask=part.action_mask, unrestricted=True)
         with ranks.precision():
-            ref = reference(*inputs, temperature=temperature)
-        kl = torch.where(part.response_mask, kl_estimate(own.raw_logprobs, ref.raw_logprobs), 0)
+            ref = reference(*inputs, temperature=spec.temperature)
+        sampled = part.response_mask & spec.free(part.response_mask.shape[1]).to(part.response_mask.device)
+        kl = torch.where(sampled, kl_estimate(own.raw_logprobs, ref.raw_logprobs), 0)
         values = torch.zeros_like(kl)
         if own.values is None:
             rollout.bootstrap[rows] = 0
@@ -142,18 +147,22 @@ def cut(rollout: Rollout, counts: Tensor) -> Rollout:
         for f in fields(rollout)
         if isinstance(x := getattr(rollout, f.name), Tensor) and x.shape == mask.shape and x.is_floating_point()
     }
-    rollout = replace(rollout, **masked, response_mask=mask, loss_mask=mask)
+    rollout = replace(rollout, **masked, response_mask=mask, loss_mask=mask & rollout.loss_mask)
     return rollout if counts.all() else rollout.rows(counts.nonzero().squeeze(1))
 
 
 def update_priorities(rollout: Rollout, sampler: PrioritySampler, ranks: Ranks) -> None:
     """Prioritised level replay: a sample's priority becomes its mean |advantage|, the same on every rank.
 
-    At least a hundredth of the batch's average, so that a sample that taught nothing once is still drawn some day.
+    Of several episodes with it, the mean. At least a hundredth of the batch's average, so that a sample that taught
+    nothing once is still drawn some day.
     """
     if sampler.priority_scale == 0:
         return
     mean = rollout.advantages.abs().sum(1) / rollout.response_mask.sum(1)
-    pairs = ranks.gather(list(zip(rollout.indices.tolist(), mean.tolist(), strict=True)))
-    floor = 0.01 * sum(priority for _, priority in pairs) / len(pairs)
-    sampler.update([index for index, _ in pairs], [max(priority, floor) for _, priority in pairs])
+    found: dict[int, list[float]] = {}
+    for index, priority in ranks.gather(list(zip(rollout.indices.tolist(), mean.tolist(), strict=True))):
+        found.setdefault(index, []).append(priority)
+    means = {index: sum(priorities) / len(priorities) for index, priorities in found.items()}
+    floor = 0.01 * sum(means.values()) / len(means)
+    sampler.update(list(means), [max(priority, floor) for priority in means.values()])

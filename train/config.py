@@ -94,9 +94,25 @@ class Config:
                 f"env.args.prompt_truncation_side ({limits.prompt_truncation_side}); leave the former out"
             )
 
+        if not limits.terminate_on_eos:
+            for key, given in (
+                ("env.args.mask_truncated", limits.mask_truncated),
+                ("reward_fn.missing_eos_penalty", self.reward_fn and self.reward_fn.missing_eos_penalty),
+            ):
+                if given:
+                    raise ValueError(f"{key} needs env.args.terminate_on_eos: without it no response ends with EOS")
+        if alg.kl_div.target_kl is not None and alg.kl_div.coeff == 0:
+            raise ValueError(
+                "alg.kl_div.target_kl multiplies alg.kl_div.coeff, which is 0 and stays so; give a first one"
+            )
+
     def _check_batch(self) -> None:
         alg = self.alg
         if isinstance(alg, GRPOAlg):
+            if self.env.args.bootstrap_truncated:
+                raise ValueError(
+                    "env.args.bootstrap_truncated: GRPO has no critic whose value could follow; leave it out"
+                )
             if self.env.n_envs % alg.args.num_generations:
                 raise ValueError(
                     f"env.n_envs ({self.env.n_envs}) must be a multiple of alg.args.num_generations "

@@ -217,6 +217,18 @@ class GRPOAlg(RLAlg):
     args: GRPOArgs = field(default_factory=GRPOArgs)
     """Hyper-parameters of the algorithm."""
 
+    def __post_init__(self) -> None:
+        RLAlg.__post_init__(self)
+        estimator = self.args.advantage_estimator
+        if self.policy.args.value_model != "separate":
+            raise ValueError("policy.args.value_model: GRPO has no critic; leave it out")
+        if self.kl_div.norm_reward:
+            raise ValueError("kl_div.norm_reward: the advantages of GRPO are normalised already; leave it out")
+        if self.args.gamma != 1 and estimator != "reinforce_plus_plus":
+            raise ValueError(f"args.gamma: {estimator} does not discount; leave it out, or take reinforce_plus_plus")
+        if not self.args.scale_rewards and estimator != "grpo":
+            raise ValueError(f"args.scale_rewards: {estimator} never divides by a group's deviation; leave it out")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedAlg:

@@ -35,7 +35,8 @@ def update_epochs(
     """
     args, ranks = run.config.alg.args, run.ranks
     factor = lr_factor(iteration, run.config.train_evaluation.n_iters, args.lr_schedule, args.warmup_iterations)
-    set_learning_rates(run.optimizer, factor, critic_only=critic_only)
+    set_learning_rates(run.optimizer, factor)
+    policy = [p for g in run.optimizer.param_groups if g["name"].startswith("policy") for p in g["params"]]
     if advantage_scope == "batch":
         total = ranks.sum(moments(rollout.advantages, rollout.loss_mask))
         rollout.advantages = whiten(rollout.advantages, rollout.loss_mask, total)
@@ -53,11 +54,12 @@ def update_epochs(
                 max_grad_norm=args.max_grad_norm,
                 kl_limit=None if args.target_kl is None else 1.5 * args.target_kl,
                 count=count,
+                still=policy if critic_only else (),
             )
             add_sums(sums, step.stats)
-            if step.grad_norm is None:
+            if step.stopped:
                 break
-            norms.append(step.grad_norm)
+            norms += [] if step.grad_norm is None else [step.grad_norm]
     means = ranks.mean(sums)
     return {
         **means,
@@ -102,7 +104,8 @@ def replay(run: Run, part: Rollout, ratios: list[Tensor]) -> tuple[Scores, Tenso
     ratios.append(max_ratio(now.logprobs, part.old_logprobs, part.loss_mask))
     if not kl_div.in_loss:
         return now, None
-    return now, kl_penalty(kl_estimate(now.raw_logprobs, part.ref_logprobs), kl_div.estimator)
+    kl = kl_penalty(kl_estimate(now.raw_logprobs, part.ref_logprobs), kl_div.estimator)
+    return now, torch.where(run.sampler.spec.free(kl.shape[1]).to(kl.device), kl, 0)
 
 
 def critic_stats(run: Run, rollout: Rollout) -> dict[str, float]:

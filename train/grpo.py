@@ -9,6 +9,7 @@ from torch import Tensor
 
 from algorithms.advantages import gae, group_advantages
 from algorithms.grpo import grpo_loss, loss_count, token_weights
+from algorithms.masked import moments, whiten
 from train.batches import Rollout
 from train.collect import collect, cut
 from train.config import load_config
@@ -24,7 +25,7 @@ def train(run: Run) -> None:
     """The whole run, from where its state is."""
     for iteration in begin(run):
         rollout = collect(run, iteration, group_credit)
-        stats = rollout_stats(rollout, run.ranks, run.state.kl_coef)
+        stats = rollout_stats(run, rollout)
         stats |= update(run, rollout, iteration)
         end_iteration(run, iteration, stats)
     finish(run)
@@ -37,10 +38,13 @@ def group_credit(run: Run, rollout: Rollout, counts: Tensor) -> Rollout:
         nothing = torch.zeros_like(rollout.rewards)
         # Without values and with λ = 1, generalised advantage estimation is the discounted reward to go.
         rollout.advantages, _ = gae(rollout.rewards, nothing, mask, nothing[:, 0], gamma=args.gamma, gae_lambda=1.0)
-    else:
-        groups = rollout.rewards.sum(1).view(-1, args.num_generations)
-        advantages = group_advantages(groups, estimator=args.advantage_estimator, scale=args.scale_rewards)
-        rollout.advantages = torch.where(mask, advantages.view(-1, 1), 0)
+        rollout = cut(rollout, counts)
+        total = run.ranks.sum(moments(rollout.advantages, rollout.loss_mask))
+        rollout.advantages = whiten(rollout.advantages, rollout.loss_mask, total)
+        return rollout
+    groups = rollout.rewards.sum(1).view(-1, args.num_generations)
+    advantages = group_advantages(groups, estimator=args.advantage_estimator, scale=args.scale_rewards)
+    rollout.advantages = torch.where(mask, advantages.view(-1, 1), 0)
     return cut(rollout, counts)
 
 
@@ -52,21 +56,22 @@ def update(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
         rollout,
         iteration,
         lambda part, ratios: loss(run, part, ratios),
-        advantage_scope="batch" if args.advantage_estimator == "reinforce_plus_plus" else None,
-        count=lambda part: loss_count(part.loss_mask, args.loss_normalization, longest),
+        advantage_scope=None,
+        count=lambda part: loss_count(part.loss_mask, part.lengths, args.loss_normalization, longest),
     )
 
 
 def loss(run: Run, part: Rollout, ratios: list[Tensor]) -> tuple[Tensor, Sums]:
     """GRPO's loss, summed over the tokens of a micro-batch; its largest probability ratio is added to `ratios`."""
-    args = run.config.alg.args
+    args, longest = run.config.alg.args, run.config.env.args.max_episode_length
     now, kl = replay(run, part, ratios)
     return grpo_loss(
         logprobs=now.logprobs,
         old_logprobs=part.old_logprobs,
         entropy=now.entropy,
         advantages=part.advantages,
-        weights=token_weights(part.loss_mask, args.loss_normalization),
+        weights=token_weights(part.loss_mask, part.lengths, args.loss_normalization),
+        count=loss_count(part.loss_mask, part.lengths, args.loss_normalization, longest),
         response_mask=part.loss_mask,
         clip_range=args.clip_range,
         clip_range_high=args.clip_range_high,

@@ -19,7 +19,7 @@ def train(run: Run) -> None:
     """The whole run, from where its state is."""
     for iteration in begin(run):
         rollout = collect(run, iteration)
-        stats = rollout_stats(rollout, run.ranks, run.state.kl_coef) | mask_stats(run, rollout)
+        stats = rollout_stats(run, rollout) | mask_stats(run, rollout)
         stats |= update(run, rollout, iteration)
         follow(run, iteration)
         end_iteration(run, iteration, stats)

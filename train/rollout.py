@@ -144,7 +144,7 @@ def merge(
     assert int(counts.sum()) == n_tokens, "a batch is exactly n_steps × n_envs transitions"
     kept = (counts.view(-1, group_size) > 0).any(1).repeat_interleave(group_size)
     joined = {name: None if x is None else x[kept] for name, x in joined.items()}
-    counts, lengths = counts[kept], joined.pop("lengths")
+    counts, lengths = counts[kept], joined["lengths"]
     mask = torch.arange(joined["response_ids"].shape[1], device=counts.device) < lengths[:, None]
     zero = torch.zeros_like(joined["task_rewards"])
     names = ("old_logprobs", "ref_logprobs", "old_values", "kl", "rewards", "advantages", "returns")

@@ -4,33 +4,37 @@ import math
 
 import torch
 
+from algorithms.advantages import kl_penalty
 from algorithms.masked import mean_and_std, moments
 from train.batches import Rollout
-from train.distributed import Ranks
 from train.setup import Run
 
 
-def rollout_stats(rollout: Rollout, ranks: Ranks, kl_coef: float) -> dict[str, float]:
+def rollout_stats(run: Run, rollout: Rollout) -> dict[str, float]:
     """Means (and name_std) over the tokens or episodes of all ranks.
 
     Rewards and lengths are of complete episodes: one that the token budget cut has no terminal reward in the batch.
     With no complete episode they are NaN, null in the files.
     """
-    tokens, complete = rollout.response_mask, rollout.complete
+    tokens, complete, kl_div = rollout.response_mask, rollout.complete, run.config.alg.kl_div
+    kl_reward = torch.zeros_like(rollout.kl)
+    if not kl_div.in_loss:
+        kl_reward = -run.state.kl_coef * kl_penalty(rollout.kl, kl_div.estimator)
     every = torch.ones_like(complete)
     measured = {
         "rollout/reward": (rollout.task_rewards.sum(1), complete),
         "rollout/length": (tokens.sum(1).float(), complete),
         "rollout/truncated": (rollout.truncated.float(), complete),
         "kl/ref": (rollout.kl, tokens),
-        "kl/episode_reward": (-kl_coef * rollout.kl.sum(1), every),
+        "kl/episode_reward": (kl_reward.sum(1), every),
         "policy/logprob": (rollout.old_logprobs, tokens),
         "policy/ref_logprob": (rollout.ref_logprobs, tokens),
         "value/mean": (rollout.old_values, tokens),
         "value/return": (rollout.returns, tokens),
     }
-    totals = ranks.sum(torch.stack([moments(x, mask) for x, mask in measured.values()]))
-    stats = {"kl/coef": kl_coef, "rollout/tokens": float(totals[3, 2]), "rollout/episodes": float(totals[4, 2])}
+    totals = run.ranks.sum(torch.stack([moments(x, mask) for x, mask in measured.values()]))
+    stats = {"kl/coef": run.state.kl_coef}
+    stats |= {"rollout/tokens": float(totals[3, 2]), "rollout/episodes": float(totals[4, 2])}
     for name, total in zip(measured, totals, strict=True):
         mean_std = mean_and_std(total, unbiased=False) if total[2] > 0 else (math.nan, math.nan)
         stats[name], stats[f"{name}_std"] = (float(x) for x in mean_std)

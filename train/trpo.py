@@ -31,7 +31,7 @@ def train(run: Run) -> None:
     """The whole run, from where its state is."""
     for iteration in begin(run):
         rollout = collect(run, iteration)
-        stats = rollout_stats(rollout, run.ranks, run.state.kl_coef)
+        stats = rollout_stats(run, rollout)
         stats |= update(run, rollout, iteration)
         end_iteration(run, iteration, stats)
     finish(run)
@@ -83,7 +83,7 @@ def step_policy(run: Run, micro_batches: Sequence[Rollout]) -> dict[str, float]:
         micro_batches,
         objective=objective,
         logits=logits,
-        n_tokens=count_tokens(run, micro_batches),
+        n_tokens=max(1.0, count_tokens(run, micro_batches)),
         reduce=ranks.sum,
         target_kl=args.target_kl,
         damping=args.cg_damping,
@@ -91,7 +91,7 @@ def step_policy(run: Run, micro_batches: Sequence[Rollout]) -> dict[str, float]:
         shrink=args.line_search_shrinking_factor,
         max_tries=args.line_search_max_iter,
         fisher_batches=few,
-        fisher_tokens=count_tokens(run, few),
+        fisher_tokens=max(1.0, count_tokens(run, few)),
     )
     means = ranks.mean(sums)
     return {**means, **found, "loss/entropy": -means["policy/entropy"]}
@@ -118,7 +118,9 @@ def fit_critic(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
         rng = generator(args.seed, "critic", iteration, epoch)
         sizes = {"batch_size": args.batch_size, "micro_batch_size": args.micro_batch_size}
         for micro_batches in minibatches(rollout, ranks, rng, **sizes, whiten_each=False):
-            gradient = mean_gradient(error, params, micro_batches, count_tokens(run, micro_batches), ranks.sum)
+            if (n_tokens := count_tokens(run, micro_batches)) == 0:
+                continue
+            gradient = mean_gradient(error, params, micro_batches, n_tokens, ranks.sum)
             for parameter, piece in zip(params, split_like(gradient, params), strict=True):
                 parameter.grad = piece.to(parameter.dtype)
             norms.append(ranks.step(run.model, run.optimizer, args.max_grad_norm))
@@ -131,8 +133,8 @@ def fit_critic(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
 
 
 def count_tokens(run: Run, micro_batches: Sequence[Rollout]) -> float:
-    """Tokens that count in the losses, of all ranks; 1 if there are none."""
-    return max(1.0, float(run.ranks.sum(torch.stack([part.loss_mask.sum() for part in micro_batches]).sum())))
+    """Tokens that count in the losses, of all ranks."""
+    return float(run.ranks.sum(torch.stack([part.loss_mask.sum() for part in micro_batches]).sum()))
 
 
 def main(argv: list[str] | None = None) -> None:

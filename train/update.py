@@ -18,10 +18,11 @@ Sums = dict[str, tuple[Tensor, Tensor]]
 @dataclass(frozen=True)
 class Step:
     """stats: this rank's {name: (sum, count)} over the step's tokens. grad_norm: joint norm before clipping; None if
-    the step was not taken because the KL to the sampling policy was over its limit."""
+    the step was not taken. stopped: because the KL to the sampling policy was over its limit."""
 
     stats: Sums
     grad_norm: float | None
+    stopped: bool = False
 
 
 def add_sums(total: Sums, new: Sums) -> None:
@@ -41,12 +42,14 @@ def optimizer_step(
     max_grad_norm: float,
     kl_limit: float | None = None,
     count: Callable[[Rollout], Tensor] = lambda part: part.loss_mask.sum(),
+    still: Sequence[Tensor] = (),
 ) -> Step:
     """One step on the loss summed over all micro-batches and ranks, divided by their summed `count` (of tokens).
 
     `loss(micro_batch)` returns (loss_sum, stats). Where nothing counts, no step is taken. With `kl_limit`, all ranks
-    together skip the step when the mean policy/approx_kl exceeds it. Raises FloatingPointError, before anything
-    changes, if the gradient is not finite.
+    together skip the step when the mean policy/approx_kl exceeds it. `still`: parameters that the step leaves alone,
+    the optimizer's moments of them too. Raises FloatingPointError, before anything changes, if the gradient is not
+    finite.
     """
     total = float(ranks.sum(torch.stack([count(part).float() for part in micro_batches]).sum()))
     stats: Sums = {}
@@ -57,11 +60,13 @@ def optimizer_step(
             add_sums(stats, new)
             if last and kl_limit is not None and ranks.mean({"kl": stats["policy/approx_kl"]})["kl"] > kl_limit:
                 optimizer.zero_grad()
-                return Step(stats, None)
+                return Step(stats, None, stopped=True)
             ranks.backward(loss_sum, max(total, 1.0))
     if total == 0:
         optimizer.zero_grad()
-        return Step(stats, 0.0)
+        return Step(stats, None)
+    for parameter in still:
+        parameter.grad = None
     return Step(stats, ranks.step(model, optimizer, max_grad_norm))
 
 
@@ -73,11 +78,10 @@ def lr_factor(iteration: int, n_iters: int, schedule: str, warmup: int) -> float
     return {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[schedule]
 
 
-def set_learning_rates(optimizer: Any, factor: float, *, critic_only: bool = False) -> None:
-    """Every group's rate becomes `factor` times its base rate; 0 for the policy's groups with `critic_only`."""
+def set_learning_rates(optimizer: Any, factor: float) -> None:
+    """Every group's rate becomes `factor` times its base rate."""
     for group in optimizer.param_groups:
-        still = critic_only and group["name"].startswith("policy")
-        group["lr"] = 0.0 if still else factor * group["base_lr"]
+        group["lr"] = factor * group["base_lr"]
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, ranks: Ranks) -> float:

@@ -154,8 +154,8 @@ def check_rollout(run: Run) -> None:
     rollout = collect(run, 1)
     everyone = run.ranks.gather([tuple(row) for row in rollout.response_ids.tolist()])
     assert len(set(everyone)) == len(everyone)
-    assert rollout_stats(rollout, run.ranks, 0.1)["rollout/tokens"] == 2 * 48
-    assert rollout_stats(rollout, run.ranks, 0.1)["rollout/episodes"] == len(everyone)
+    assert rollout_stats(run, rollout)["rollout/tokens"] == 2 * 48
+    assert rollout_stats(run, rollout)["rollout/episodes"] == len(everyone)
     priorities = torch.from_numpy(run.sampler.envs.sampler.priorities.copy())
     assert torch.equal(run.ranks.max(priorities.clone()), run.ranks.min(priorities.clone()))
     drawn = set(run.ranks.gather(rollout.indices.tolist()))

@@ -190,8 +190,12 @@ def test_a_sample_s_priority_is_its_mean_absolute_advantage(models: Any, tmp_pat
         rollout = collect(run, 1)
         sampler = run.sampler.envs.sampler
         expected = [1.0] * 12
-        for row, index in enumerate(rollout.indices.tolist()):  # of several episodes, the last one counts
-            expected[index] = float(rollout.advantages[row][rollout.response_mask[row]].abs().mean())
+        found: dict[int, list[float]] = {}
+        for row, index in enumerate(rollout.indices.tolist()):
+            found.setdefault(index, []).append(float(rollout.advantages[row][rollout.response_mask[row]].abs().mean()))
+        assert max(map(len, found.values())) > 1
+        for index, values in found.items():
+            expected[index] = sum(values) / len(values)
         assert sampler.priorities.tolist() == pytest.approx(expected, rel=1e-5)
         largest = int(sampler.priorities.argmax())
         drawn = collect(run, 2).indices.tolist()
@@ -246,7 +250,8 @@ def test_truncated_responses_can_be_left_out_of_the_losses(scope: str, models: A
         rollout.loss_mask = torch.zeros_like(kept)
         before = flat(run.model)
         stats = update(run, rollout, 1)
-        assert torch.equal(flat(run.model), before) and stats["loss/policy"] == 0  # nothing counts, nothing moves
+        # Nothing counts, nothing moves.
+        assert torch.equal(flat(run.model), before) and stats["loss/policy"] == stats["policy/optimizer_steps"] == 0
 
 
 def test_the_budget_cuts_groups_after_their_advantages_are_known(models: Any, tmp_path: Path) -> None:
@@ -258,7 +263,7 @@ def test_the_budget_cuts_groups_after_their_advantages_are_known(models: Any, tm
     scores = torch.cat([wave.task_rewards.sum(1) for wave in waves]).view(-1, 4)
     indices = torch.cat([wave.indices for wave in waves]).view(-1, 4)
     assert (indices == indices[:, :1]).all() and len(indices[:, 0].unique()) > 1
-    expected = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-8)).flatten()
+    expected = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-4)).flatten()
     n = len(rollout)
     assert n < scores.numel() and n % 4 != 0 and not rollout.complete[-1]
     assert int(rollout.response_mask.sum()) == 72

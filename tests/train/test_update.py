@@ -174,6 +174,12 @@ def test_the_critic_warms_up_alone(value_model: str, models: Any, tmp_path: Path
         assert stats["policy/learning_rate"] == 0 and stats["policy/grad_norm"] > 0
         stats = update(run, collect(run, 2), 2)
         assert not torch.equal(flat(model.policy), before) and stats["policy/learning_rate"] == 0.003
+        # Its first steps are first steps: without the warm-up, Adam's would count as these do.
+        steps = {
+            group["name"].split("_")[0]: {float(run.optimizer.state[p]["step"]) for p in group["params"]}
+            for group in run.optimizer.param_groups
+        }
+        assert steps == {"policy": {4.0}, "critic": {8.0}}
 
 
 @pytest.mark.parametrize("action_mask", [False, True])
@@ -197,3 +203,20 @@ def test_the_kl_in_the_loss_pulls_to_the_reference(action_mask: bool, models: An
         expected = flat_gradient(run.model)
         assert float(expected.norm()) > 1e-3
         assert distance(with_kl - without, expected) < 1e-4
+
+
+@pytest.mark.parametrize("in_loss", [False, True])
+def test_a_forced_token_has_no_kl(in_loss: bool, models: Any, tmp_path: Path) -> None:
+    """It is not sampled from the policy: its log ratio estimates nothing, and may be large."""
+    generation = {"forced_bos_token_id": 9, "forced_eos_token_id": 1, "min_new_tokens": 8}
+    options = {"alg__kl_div": {"coeff": 0.3, "in_loss": in_loss}, "alg__policy__args__generation_kwargs": generation}
+    with small_run(tmp_path, models(), **options, alg__args__batch_size=48, alg__args__n_epochs=1) as run:
+        update(run, collect(run, 1), 1)
+        rollout = collect(run, 2)
+        assert (rollout.response_ids[:, 0] == 9).all() and (rollout.response_ids[:, 7] == 1).all()
+        assert not rollout.old_logprobs[:, [0, 7]].any() and not rollout.kl[:, [0, 7]].any()
+        assert rollout.kl[:, 1:7].abs().min() > 0
+        (expected,) = gradients(run, rollout)
+        rollout.ref_logprobs[:, [0, 7]] = -50.0
+        (found,) = gradients(run, rollout)
+        assert distance(found, expected) < 1e-6
