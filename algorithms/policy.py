@@ -166,8 +166,8 @@ class ActorCritic(nn.Module):
         self.policy, self.critic = policy, None if critic is None else freeze_tables(critic)
         self.value_head: nn.Linear | None = None
         if values:
-            weight = policy.lm.get_output_embeddings().weight
-            self.value_head = nn.Linear(policy.state_size, 1, bias=False, dtype=weight.dtype, device=weight.device)
+            device = policy.lm.get_output_embeddings().weight.device
+            self.value_head = nn.Linear(policy.state_size, 1, bias=False, dtype=torch.float32, device=device)
             nn.init.zeros_(self.value_head.weight)
 
     def forward(
@@ -181,10 +181,10 @@ class ActorCritic(nn.Module):
         """One forward of policy and critic over given responses; arguments as in `LanguageModel.forward`."""
         scores: Scores = self.policy(prompt_ids, prompt_mask, response_ids, response_mask, **sampling)
         states, scores.states = scores.states, None
-        if self.value_head is not None:
-            if self.critic is not None:
-                states = self.critic_states(prompt_ids, prompt_mask, response_ids)
-            scores.values = self.value_head(states).squeeze(-1).float()
+        if self.critic is not None:
+            states = self.critic_states(prompt_ids, prompt_mask, response_ids)
+        if self.value_head is not None and states is not None:
+            scores.values = self.value_of(states)
         return scores
 
     def critic_states(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> Tensor:
@@ -195,13 +195,18 @@ class ActorCritic(nn.Module):
 
     def values(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> Tensor:
         """The critic alone: float32 [B, T+1]. Of a trunk shared with the policy only the value head gets a gradient."""
-        assert self.value_head is not None
         if self.critic is not None:
             states = self.critic_states(prompt_ids, prompt_mask, response_ids)
         else:
             with torch.no_grad():
                 states, _, _ = self.policy.run(prompt_ids, prompt_mask, response_ids)
-        values: Tensor = self.value_head(states).squeeze(-1).float()
+        return self.value_of(states)
+
+    def value_of(self, states: Tensor) -> Tensor:
+        """Values of hidden states, float32 [...] from [..., H], in whatever precision the trunk works."""
+        assert self.value_head is not None
+        with torch.autocast(states.device.type, enabled=False):
+            values: Tensor = self.value_head(states.float()).squeeze(-1)
         return values
 
     @contextlib.contextmanager
