@@ -90,12 +90,14 @@ def describe(folder: Path) -> str:
         return value
 
     parts = {
-        "": str(at("alg", "id") or "").upper(),
+        "": str(at("alg", "args", "advantage_estimator") or at("alg", "id") or "").replace("_plus_plus", "++").upper(),
         "model ": at("alg", "policy", "args", "model_name") or at("alg", "model_name"),
         "task ": at("datapool", "id"),
         "reward ": at("reward_fn", "id"),
         "KL coefficient ": at("alg", "kl_div", "coeff"),
-        "learning rate ": at("alg", "args", "learning_rate"),
+        "critic's learning rate " if at("alg", "id") == "trpo" else "learning rate ": at(
+            "alg", "args", "learning_rate"
+        ),
         "seed ": at("alg", "args", "seed"),
     }
     return " · ".join(f"{name}{value}" for name, value in parts.items() if value not in (None, ""))

@@ -156,8 +156,9 @@ def check(path: Path, config: Any, ranks: Ranks, data: str | None = None) -> dic
 
 
 def _damaged(path: Path, error: Exception) -> ValueError:
-    others = ", ".join(str(folder_of(path.parent, n)) for n in saved_iterations(path.parent)[::-1])
-    return ValueError(f"{path} is damaged ({type(error).__name__}: {error}); give --resume another one of: {others}")
+    others = [str(found) for n in saved_iterations(path.parent)[::-1] if (found := folder_of(path.parent, n)) != path]
+    cure = f"give --resume another one of: {', '.join(others)}" if others else "there is no other one"
+    return ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {cure}")
 
 
 def load(

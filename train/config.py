@@ -122,6 +122,11 @@ class Config:
                 raise ValueError(f"alg.args.num_generations 1 makes no group for {alg.args.advantage_estimator}")
             return
         assert not isinstance(alg, SupervisedAlg)
+        if isinstance(alg, PPOAlg | NLPOAlg) and 0 < self.train_evaluation.n_iters <= alg.args.critic_warmup_iterations:
+            raise ValueError(
+                f"alg.args.critic_warmup_iterations ({alg.args.critic_warmup_iterations}) leaves none of "
+                f"train_evaluation.n_iters ({self.train_evaluation.n_iters}) for the policy"
+            )
         if not alg.args.normalize_advantage:
             return
         if isinstance(alg, PPOAlg | NLPOAlg) and alg.args.advantage_scope == "minibatch" and alg.args.batch_size == 1:

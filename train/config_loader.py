@@ -216,8 +216,13 @@ class _Builder:
 
     def _nearest(self, path: str, key: str, siblings: list[str]) -> str:
         near = [join(path, name) for name in difflib.get_close_matches(key, siblings, 1)]
-        near += [known for known in self.known if known.endswith("." + key)]
+        near += [known for known in self.known if known.endswith("." + key) and known != join(path, key)]
         return f"did you mean {near[0]}?" if near else f"known here: {', '.join(siblings)}"
+
+
+def accepts(kind: Any, value: Any) -> bool:
+    """Whether a value can stand where a `kind` is asked: bool, int, float or str, with or without a range."""
+    return _scalar(value, kind, str(value)) is not _FAILED
 
 
 def _scalar(value: Any, kind: Any, text: str) -> Any:

@@ -134,12 +134,15 @@ class KLDiv:
     """KL per token, in nats, that coeff is adapted to; null = constant coeff."""
     norm_reward: bool = False
     """Give the rewards of each rollout mean 0 and standard deviation 1."""
-    in_loss: bool = False
-    """Add coeff times the KL to the loss instead of taking it off the reward (PPO, NLPO, GRPO)."""
+    in_loss: bool | None = None
+    """Add coeff times the KL to the loss instead of taking it off the reward (PPO, NLPO, GRPO); null = with
+    advantage_estimator grpo only, which would make as much of a little KL as of the whole reward."""
     estimator: Literal["k1", "k2", "k3"] | None = None
     """Estimate of the KL per token: k1 = log ratio, k2 = k1²/2, k3 = exp(-k1) - 1 + k1; null = k1, in the loss k3."""
 
     def __post_init__(self) -> None:
+        if self.in_loss is None:  # the algorithm will say
+            return
         if self.estimator is None:
             object.__setattr__(self, "estimator", "k3" if self.in_loss else "k1")
         if self.in_loss and self.estimator == "k1":

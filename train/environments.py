@@ -52,7 +52,7 @@ def make_sampler(
     return Sampler(
         envs=envs,
         data=fingerprint,
-        spec=make_spec(config, tokenizer),
+        spec=make_spec(config, tokenizer, policy.vocab_size),
         eos_token_ids=eos,
         stop_on_eos=env.args.terminate_on_eos,
         pad_token_id=tokenizer.pad_token_id,
@@ -88,10 +88,14 @@ def make_metrics(config: Config) -> list[Any]:
     return [registry.build(spec.id, spec.args, METRICS, "metric", given=("episodes",)) for spec in specs]
 
 
-def make_spec(config: Config, tokenizer: PreTrainedTokenizerBase) -> SamplingSpec:
+def make_spec(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> SamplingSpec:
     """How responses are sampled in rollouts. Raises ValueError for a forced token that is none."""
     policy = config.alg.policy.args
     generation = policy.generation_kwargs
+    for key in ("forced_bos_token_id", "forced_eos_token_id"):
+        if (token := getattr(generation, key)) is not None and token >= vocab_size:
+            name = f"alg.policy.args.generation_kwargs.{key}"
+            raise ValueError(f"{name} {token} is outside the model's vocabulary of {vocab_size}")
     mask = None
     if isinstance(config.alg, NLPOAlg):
         special = tokenizer.all_special_ids if policy.keep_special_tokens == "all" else [tokenizer.eos_token_id]

@@ -1,10 +1,12 @@
 """The end of a run: the trained model as others load it, its card, and the table of results."""
 
+import shlex
 import sys
 from pathlib import Path
 
 from algorithms import adapters
 from train import tracking
+from train.config import Config
 from train.setup import Run
 
 
@@ -33,13 +35,13 @@ tags: [reinforcement-learning, rl4lms-scale, {config.alg.id}]
 ---
 # {config.tracking.experiment_name}
 
-`{policy.model_name}` trained with {config.alg.id.upper()} for {run.state.iteration} iterations of \
+`{policy.model_name}` trained with {algorithm_name(config)} for {run.state.iteration} iterations of \
 {tokens} tokens on the task `{config.datapool.id}` with the \
 reward `{config.reward_fn.id}` (seed {config.alg.args.seed}, {run.ranks.world_size} process(es)).
 
 Command, in the folder {Path.cwd()}:
 
-    {" ".join(sys.argv)}
+    {command_of(run)}
 
 The full configuration is in the run's config.json.
 
@@ -47,3 +49,19 @@ The full configuration is in the run's config.json.
 {table.strip()}
 ```
 """
+
+
+def algorithm_name(config: Config) -> str:
+    """As people call it: RLOO and REINFORCE++ are estimators of the script for GRPO."""
+    estimator = getattr(config.alg.args, "advantage_estimator", config.alg.id)
+    return str(estimator).replace("_plus_plus", "++").upper()
+
+
+def command_of(run: Run) -> str:
+    """The command that repeats the run, to paste into a shell."""
+    script, n_ranks = run.config.alg.id, run.ranks.world_size
+    launch = (
+        f"accelerate launch --num_processes {n_ranks} train/{script}.py" if n_ranks > 1 else f"python -m train.{script}"
+    )
+    words = [word for word in sys.argv[1:] if not word.startswith("--resume") and word != "auto"]
+    return f"{launch} {shlex.join(words)}"

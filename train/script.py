@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from envs.pool import EnvError, WorkerError
 
-# EnvError and WorkerError come from a user's reward or task; their message holds the worker's own traceback.
-MENDABLE = (ValueError, FileNotFoundError, EnvError, WorkerError)
+# EnvError and WorkerError come from a user's reward or task; their message holds the worker's own traceback. A
+# FloatingPointError names the samples or the gradient that is not finite.
+MENDABLE = (ValueError, FileNotFoundError, FloatingPointError, EnvError, WorkerError)
 
 
 def expect_algorithm(given: str, *own: str) -> None:

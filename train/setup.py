@@ -21,7 +21,7 @@ from envs.streams import generator
 from train import checkpoint, tracking
 from train.claim import claimed
 from train.config import A2CAlg, Config, GRPOAlg, TRPOAlg
-from train.config_alg import CriticArgs
+from train.config_args import CriticArgs
 from train.config_types import flatten
 from train.distributed import Ranks
 from train.environments import make_metrics, make_sampler
@@ -193,6 +193,9 @@ def make_optimizer(config: Config, model: ActorCritic) -> torch.optim.Optimizer:
     if policy.optimizer_class is None and isinstance(alg, A2CAlg) and alg.args.use_rms_prop:
         name, kwargs = "RMSprop", {"alpha": 0.99, "eps": alg.args.rms_prop_eps, **kwargs}
     optimizers = {name: f"torch.optim:{name}" for name in ("AdamW", "Adam", "RMSprop", "SGD", "Adagrad", "Adadelta")}
+    for key, place in (("lr", "alg.args.learning_rate"), ("weight_decay", "alg.policy.args.weight_decay")):
+        if key in kwargs:
+            raise ValueError(f"alg.policy.args.optimizer_kwargs.{key}: the place for it is {place}")
     kind = registry.resolve(name, optimizers, "alg.policy.args.optimizer_class")
     try:
         optimizer: torch.optim.Optimizer = kind(groups, **kwargs)

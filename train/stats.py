@@ -29,9 +29,9 @@ def rollout_stats(run: Run, rollout: Rollout) -> dict[str, float]:
         "kl/episode_reward": (kl_reward.sum(1), every),
         "policy/logprob": (rollout.old_logprobs, tokens),
         "policy/ref_logprob": (rollout.ref_logprobs, tokens),
-        "value/mean": (rollout.old_values, tokens),
-        "value/return": (rollout.returns, tokens),
     }
+    if run.ranks.unwrap(run.model).value_head is not None:
+        measured |= {"value/mean": (rollout.old_values, tokens), "value/return": (rollout.returns, tokens)}
     totals = run.ranks.sum(torch.stack([moments(x, mask) for x, mask in measured.values()]))
     stats = {"kl/coef": run.state.kl_coef}
     stats |= {"rollout/tokens": float(totals[3, 2]), "rollout/episodes": float(totals[4, 2])}
@@ -43,8 +43,8 @@ def rollout_stats(run: Run, rollout: Rollout) -> dict[str, float]:
 
 def performance(run: Run) -> dict[str, float]:
     """perf/*: seconds and tokens/s per phase, memory and CPU use (means over ranks, peaks where the name says so)."""
-    seconds = run.clock.take()
-    working = seconds["total"] - seconds.get("eval", 0.0) - seconds.get("checkpoint", 0.0)
+    seconds = {"eval": 0.0, "checkpoint": 0.0, "reward": 0.0, **run.clock.take()}
+    working = seconds["total"] - seconds["eval"] - seconds["checkpoint"]
     mine = {f"perf/seconds_{phase}": value for phase, value in seconds.items()}
     mine |= run.resources.take(run.sampler.envs.worker_pids, seconds["total"])
     mine |= {"perf/worker_restarts": run.sampler.envs.restarts, "perf/seconds_working": working}

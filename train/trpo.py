@@ -40,22 +40,26 @@ def train(run: Run) -> None:
 def update(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
     """The policy's step, then the critic's; returns the statistics of all ranks."""
     args = run.config.alg.args
-    (whole,) = minibatches(
-        rollout,
-        run.ranks,
-        generator(args.seed, "minibatch", iteration),
-        batch_size=args.n_steps * run.config.env.n_envs,
-        micro_batch_size=args.micro_batch_size,
-        whiten_each=args.normalize_advantage,
+    thinned = replace(rollout, loss_mask=sub_sample(rollout.loss_mask, args.sub_sampling_factor))
+    (whole,), (few,) = (
+        minibatches(
+            transitions,
+            run.ranks,
+            generator(args.seed, "minibatch", iteration),
+            batch_size=args.n_steps * run.config.env.n_envs,
+            micro_batch_size=args.micro_batch_size,
+            whiten_each=args.normalize_advantage,
+        )
+        for transitions in (rollout, thinned)
     )
     with run.clock("update"):
-        stats = step_policy(run, whole)
+        stats = step_policy(run, whole, few)
         stats |= fit_critic(run, rollout, iteration)
     return stats | critic_stats(run, rollout)
 
 
-def step_policy(run: Run, micro_batches: Sequence[Rollout]) -> dict[str, float]:
-    """Moves the policy inside its trust region, or leaves every bit of it as it was."""
+def step_policy(run: Run, micro_batches: Sequence[Rollout], few: Sequence[Rollout]) -> dict[str, float]:
+    """Moves the policy inside its trust region, or leaves every bit of it as it was. few: for the Fisher matrix."""
     args, ranks, policy = run.config.alg.args, run.ranks, run.ranks.unwrap(run.model).policy
     sums: Sums = {}
 
@@ -67,17 +71,14 @@ def step_policy(run: Run, micro_batches: Sequence[Rollout]) -> dict[str, float]:
     def objective(part: Rollout) -> Tensor:
         with ranks.precision():
             now = policy(**inputs(part))
-        total, stats = surrogate(now.logprobs, part.old_logprobs, part.advantages, part.loss_mask)
         if torch.is_grad_enabled():  # once, before the step
-            count = part.loss_mask.sum()
-            add_sums(sums, {**stats, "policy/entropy": (now.entropy.detach().sum(), count)})
-        return total
+            add_sums(sums, {"policy/entropy": (now.entropy.detach().sum(), part.loss_mask.sum())})
+        return surrogate(now.logprobs, part.old_logprobs, part.advantages, part.loss_mask)[0]
 
     def logits(part: Rollout) -> Tensor:
         with ranks.precision():
             return restricted_logits(policy, **inputs(part))
 
-    few = [replace(part, loss_mask=sub_sample(part.loss_mask, args.sub_sampling_factor)) for part in micro_batches]
     found = trust_region_step(
         trainable(policy),
         micro_batches,
@@ -93,8 +94,9 @@ def step_policy(run: Run, micro_batches: Sequence[Rollout]) -> dict[str, float]:
         fisher_batches=few,
         fisher_tokens=max(1.0, count_tokens(run, few)),
     )
-    means = ranks.mean(sums)
-    return {**means, **found, "loss/entropy": -means["policy/entropy"]}
+    entropy = ranks.mean(sums)["policy/entropy"]
+    # The exact KL of the step stands where other algorithms have an estimate.
+    return {**found, "policy/approx_kl": found["policy/kl"], "policy/entropy": entropy, "loss/entropy": -entropy}
 
 
 def fit_critic(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:

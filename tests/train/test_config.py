@@ -248,6 +248,8 @@ def test_anchors_and_merges_are_understood(tmp_path: Path) -> None:
         (["--env.args.mask_truncated=true"], "env.args.mask_truncated needs env.args.terminate_on_eos"),
         (["--reward_fn.missing_eos_penalty=1"], "missing_eos_penalty needs env.args.terminate_on_eos"),
         (["--alg.kl_div={coeff: 0, target_kl: 0.1}"], "coeff, which is 0 and stays so"),
+        (["--alg.args.clip_vf_max=true"], "clip_vf_max needs clip_range_vf"),
+        (["--alg.args.critic_warmup_iterations=2"], "leaves none of train_evaluation.n_iters (2) for the policy"),
         (["--alg.args.dual_clip=1"], "alg.args.dual_clip: expected float > 1 or null, got 1."),
         (["--alg.policy.args.lora.target_modules=attention"], "target_modules: expected list or all-linear"),
         (["--reward_fn.clip=0"], "reward_fn.clip: expected float > 0 or null, got 0."),
@@ -270,9 +272,12 @@ def test_lists_and_words_for_lora(tmp_path: Path) -> None:
 
 
 def test_the_estimator_of_the_kl_depends_on_where_it_is(tmp_path: Path) -> None:
-    for options, estimator in ((["--alg.id=ppo"], "k1"), (["--alg.id=grpo", *GRPO, "--alg.kl_div.in_loss=true"], "k3")):
+    for options, estimator in ((["--alg.id=ppo"], "k1"), (["--alg.id=grpo", *GRPO], "k3")):
         alg = load(tmp_path, MINIMAL, *options).alg
         assert isinstance(alg, PPOAlg | GRPOAlg) and alg.kl_div.estimator == estimator
+        assert alg.kl_div.in_loss == (estimator == "k3")
+    alg = load(tmp_path, MINIMAL, "--alg.id=grpo", *GRPO, "--alg.args.advantage_estimator=rloo").alg
+    assert isinstance(alg, GRPOAlg) and not alg.kl_div.in_loss
 
 
 def test_supervised_needs_no_reward_but_takes_no_ppo_keys(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def message(arguments: list[str], capsys: Capture) -> str:
         ("env__args__max_prompt_length", 25, ["max_prompt_length (25)", "max_episode_length (8)", "32 positions"]),
         ("env__args__max_episode_length", 32, ["exceed the model's 32 positions"]),
         ("train_evaluation__generation_kwargs", {"do_sampel": True}, ["unknown keyword 'do_sampel'", "do_sample"]),
-        ("train_evaluation__generation_kwargs", {"temperature": 0}, ["temperature is 0: it must be above 0"]),
+        ("train_evaluation__generation_kwargs", {"temperature": 0}, ["temperature: expected float > 0, got 0"]),
         ("train_evaluation__generation_kwargs", {"max_new_tokens": 27}, ["max_new_tokens (27)", "32 positions"]),
         ("alg__policy__args__optimizer_class", "AdamV", ["optimizer_class 'AdamV'", "AdamW"]),
         ("alg__policy__args__optimizer_kwargs", {"beta": 1}, ["optimizer_kwargs", "beta"]),
@@ -188,3 +188,15 @@ def test_a_tracker_that_is_not_installed(models: Models, tmp_path: Path, capsys:
     assert "tracking.trackers: wandb cannot be used here" in message(
         command(tmp_path, models(), tracking__trackers=["wandb"]), capsys
     )
+
+
+def test_a_forced_token_that_there_is_not(models: Models, tmp_path: Path, capsys: Capture) -> None:
+    generation = {"forced_eos_token_id": 500}
+    found = message(command(tmp_path, models(), alg__policy__args__generation_kwargs=generation), capsys)
+    assert "generation_kwargs.forced_eos_token_id 500 is outside the model's vocabulary of 32" in found
+
+
+def test_rates_have_their_own_places(models: Models, tmp_path: Path, capsys: Capture) -> None:
+    kwargs = {"lr": 5.0}
+    found = message(command(tmp_path, models(), alg__policy__args__optimizer_kwargs=kwargs), capsys)
+    assert "optimizer_kwargs.lr: the place for it is alg.args.learning_rate" in found
