@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, TaskType
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -54,7 +55,10 @@ def folder_config(model_name: str) -> LoraConfig | None:
     folder = Path(model_name).expanduser()
     if not (folder / CONFIG_FILE).is_file():
         return None
-    config, plain = PeftConfig.from_pretrained(str(folder)), LoraConfig()
+    try:
+        config, plain = PeftConfig.from_pretrained(str(folder)), LoraConfig()
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{folder / CONFIG_FILE} is damaged ({type(error).__name__}: {error})") from error
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{model_name} is an adapter of type {config.peft_type.value}; only LoRA is available")
     names = [field.name for field in fields(config) if field.name not in _PLAIN]
@@ -86,9 +90,17 @@ def attach(lm: PreTrainedModel, model_name: str, lora: LoraSpec | None) -> None:
     is trained. A fresh one depends on `torch.manual_seed`. Raises ValueError if `lora` does not fit model or folder.
     """
     config = folder_config(model_name)
-    names = set(target_names(lm, lora.target_modules)) if lora and (config is None or lora.target_modules) else None
+    names = (
+        set(target_names(lm, lora.target_modules))
+        if lora and (config is None or lora.target_modules is not None)
+        else None
+    )
     if config is not None:
-        inject(lm, config, TRAINED)
+        try:
+            inject(lm, config, TRAINED)
+        except ValueError as error:
+            base = config.base_model_name_or_path
+            raise ValueError(f"the adapter {model_name} does not fit its base {base}: {error}") from error
         _load_weights(lm, model_name)
         if lora is None:
             merge(lm)
@@ -119,7 +131,11 @@ def _load_weights(lm: PreTrainedModel, model_name: str) -> None:
     if not path.is_file():
         raise ValueError(f"{model_name} is an adapter without {WEIGHTS_FILE}")
     targets = {FILE_PREFIX + name: weight for name, weight in adapter_weights(lm).items()}
-    copy_into(targets, load_file(str(path)), f"the adapter {model_name} does not fit its base")
+    try:
+        weights = load_file(str(path))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error})") from error
+    copy_into(targets, weights, f"the adapter {model_name} does not fit its base")
     if isinstance(lm.get_output_embeddings(), LoraLayer):
         raise ValueError(f"{model_name} is an adapter with a part for the head, not available here: merge it with peft")
 

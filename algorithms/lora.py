@@ -54,8 +54,9 @@ def target_names(lm: PreTrainedModel, wanted: Any) -> list[str]:
         found = {wanted: {name for name in names if re.fullmatch(wanted, name)}}
     else:
         found = {word: {name for name in names if f".{name}".endswith(f".{word}")} for word in wanted}
-    missing = [word for word, matches in found.items() if not matches]
-    if missing or not found:
+    if not found:
+        raise ValueError(f"{key} is empty; set it to {choice}")
+    if missing := [word for word, matches in found.items() if not matches]:
         raise ValueError(f"{key}: no layer of {family} has the name {', '.join(missing)}; set it to {choice}")
     return [name for name in names if any(name in matches for matches in found.values())]
 

@@ -1,5 +1,6 @@
 """Loading the policy, its critic and the frozen reference, and the optimizer groups of their weights."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -18,7 +19,7 @@ from algorithms.adapters import attach, base_of
 from algorithms.lora import LoraSpec, mirror
 from algorithms.policy import ActorCritic, LanguageModel
 
-_DROPOUT_NAMES = ("dropout", "pdrop", "drop_rate", "layerdrop")
+_DROPOUT_NAMES = ("dropout", "pdrop", "drop_rate", "layerdrop", "jitter")
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
@@ -61,7 +62,12 @@ def load_pretrained(
     its base first.
     """
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    lm: PreTrainedModel = kind.from_pretrained(base_of(model_name), config=config, dtype=dtype).eval()
+    loaded: Any = kind.from_pretrained(base_of(model_name), config=config, dtype=dtype, output_loading_info=True)
+    lm: PreTrainedModel = loaded[0]
+    found = loaded[1]
+    if missing := sorted(found["missing_keys"]):  # they would be random, and different in the reference
+        raise ValueError(f"{model_name} is no complete model: {len(missing)} weights are missing, as {missing[0]}")
+    lm.eval()
     attach(lm, model_name, lora)
     return lm
 
@@ -121,7 +127,9 @@ def load_actor_critic(
             mirror(critic, policy.lm)
     for model in (policy.lm, critic) if gradient_checkpointing else ():
         if model is not None:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            # Recomputed in the attention of the first time: see `algorithms.forward.same_attention_kernel`.
+            contexts = {"context_fn": lambda: (contextlib.nullcontext(), policy.attention())}
+            model.activation_checkpointing_enable({"use_reentrant": False, **contexts})
     return ActorCritic(policy, critic, values=value_model != "none").eval()
 
 

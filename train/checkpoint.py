@@ -1,5 +1,6 @@
 """Saving and resuming a run. A checkpoint is a folder that appears complete or not at all."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -57,6 +58,7 @@ def save(
     sampler: Any,
     config: Mapping[str, Any],
     data: str,
+    start: str,
     ranks: Ranks,
     keep_last: int,
 ) -> None:
@@ -68,7 +70,8 @@ def save(
     error = None
     if ranks.is_main:
         try:
-            described = {"world_size": ranks.world_size, "config": config, "data": data, "torch": torch.__version__}
+            described = {"world_size": ranks.world_size, "config": config, "data": data, "start": start}
+            described["torch"] = torch.__version__
             _write(checkpoints, state, described, models=models, optimizer=optimizer, sampler=sampler)
             prune(checkpoints, keep_last, state)
         except Exception as problem:  # also told to the other ranks, which would wait for ever
@@ -137,10 +140,20 @@ def find(checkpoints: Path, resume: str) -> Path:
     return folder_of(checkpoints, saved[-1])
 
 
-def check(path: Path, config: Any, ranks: Ranks, data: str | None = None) -> dict[str, Any]:
-    """What a checkpoint says of itself. `data`: the fingerprint of the samples, once they are known.
+def fingerprint(model: torch.nn.Module) -> str:
+    """Of the weights: a thousand of each matrix, exactly. Cheap, and sees any training."""
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        some = weight.detach().flatten()[:: max(1, weight.numel() // 1000)]
+        digest.update(name.encode() + some.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
-    Raises ValueError if it was written under another configuration, number of ranks or data, or is damaged.
+
+def check(path: Path, config: Any, ranks: Ranks, data: str | None = None, start: str | None = None) -> dict[str, Any]:
+    """What a checkpoint says of itself. `data`, `start`: fingerprints of the samples and of the model that the run
+    starts from, once they are known.
+
+    Raises ValueError if it was written under another configuration, number of ranks, data or start, or is damaged.
     """
     try:
         described: dict[str, Any] = json.loads((path / "state.json").read_text("utf-8"))
@@ -152,6 +165,11 @@ def check(path: Path, config: Any, ranks: Ranks, data: str | None = None) -> dic
         raise ValueError(f"{path} was written by {described['world_size']} ranks; this run has {ranks.world_size}")
     if data is not None and described["data"] != data:
         raise ValueError(f"{path} was written with other samples: what datapool {config.datapool.id} gives has changed")
+    if start is not None and described["start"] != start:
+        raise ValueError(
+            f"{path} was written by a run that started from another model: what "
+            f"{config.alg.policy.args.model_name} holds has changed, and with it the reference"
+        )
     return described
 
 
@@ -169,10 +187,11 @@ def load(
     sampler: Any,
     config: Any,
     data: str,
+    start: str,
     ranks: Ranks,
 ) -> State:
     """Puts a checkpoint back into models, optimizer and sampler. Every rank reads. Raises ValueError as `check`."""
-    described = check(path, config, ranks, data)
+    described = check(path, config, ranks, data, start)
     try:
         _restore(path, models, optimizer, sampler)
         return State(**described["state"])

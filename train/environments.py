@@ -17,6 +17,7 @@ from envs.tasks import TASKS
 from envs.vector import TextVectorEnv
 from train.config import Config, GRPOAlg, NLPOAlg
 from train.distributed import Ranks
+from train.generation import check_generation_kwargs
 from train.loading import prompt_limit
 from train.rollout import Sampler
 
@@ -92,10 +93,7 @@ def make_spec(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: in
     """How responses are sampled in rollouts. Raises ValueError for a forced token that is none."""
     policy = config.alg.policy.args
     generation = policy.generation_kwargs
-    for key in ("forced_bos_token_id", "forced_eos_token_id"):
-        if (token := getattr(generation, key)) is not None and token >= vocab_size:
-            name = f"alg.policy.args.generation_kwargs.{key}"
-            raise ValueError(f"{name} {token} is outside the model's vocabulary of {vocab_size}")
+    check_generation_kwargs(vars(generation), "alg.policy.args.generation_kwargs", vocab_size)
     mask = None
     if isinstance(config.alg, NLPOAlg):
         special = tokenizer.all_special_ids if policy.keep_special_tokens == "all" else [tokenizer.eos_token_id]

@@ -15,29 +15,14 @@ from algorithms.policy import LanguageModel
 from algorithms.sampling import SamplingSpec, sample_responses
 from envs.rewards.contract import call_batched
 from envs.streams import generator, uniforms
-from train.config_loader import accepts, unknown
+from train.config_loader import unknown
 from train.config_sections import TrainEvaluation
-from train.config_types import Count, Natural, Positive, Share, describe
 from train.distributed import Ranks
+from train.generation import OWN_KEYS, check_generation_kwargs
 from train.predictions import Row, episode_fields, measure, prediction
 from train.rollout import Sampler
 from train.setup import Run
 from train.tracking import Tracker
-
-OWN_KEYS = {"do_sample", "top_k", "top_p", "temperature", "min_new_tokens", "max_new_tokens"}
-OWN_KEYS |= {"forced_bos_token_id", "forced_eos_token_id"}
-KINDS: dict[str, Any] = {
-    "do_sample": bool,
-    "temperature": Positive,  # do_sample: false takes the likeliest tokens
-    **dict.fromkeys(("top_k", "min_new_tokens", "no_repeat_ngram_size"), Natural),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), Natural),
-    **dict.fromkeys(("max_new_tokens", "num_beams"), Count),
-    "top_p": Share,
-    "repetition_penalty": Positive,
-}
-# `generate` would take them, and give something else than one response per prompt that ends as the run's end.
-DECIDED = ("max_length", "num_return_sequences", "return_dict_in_generate", "eos_token_id", "pad_token_id")
-DECIDED += ("decoder_start_token_id",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,22 +165,6 @@ def generate(
             mask_model=mask_model,
         )
     return responses.ids, responses.lengths
-
-
-def check_generation_kwargs(kwargs: Row, key: str = "train_evaluation.generation_kwargs") -> None:
-    """Raises ValueError for what transformers would ignore without a word, or sample nonsense with."""
-    known = [name for name in vars(GenerationConfig()) if not name.startswith("_") and name not in DECIDED]
-    for name in kwargs:
-        if name in DECIDED:
-            raise ValueError(f"{key}.{name}: the run decides that; leave it out (lengths: max_new_tokens)")
-        if name not in known:
-            raise ValueError(f"{key}: {unknown('keyword', name, known)}")
-    for name, kind in KINDS.items():
-        if (value := kwargs.get(name)) is not None and not accepts(kind, value):
-            raise ValueError(f"{key}.{name}: expected {describe(kind)}, got {value!r}")
-    fewest, most = kwargs.get("min_new_tokens") or 0, kwargs.get("max_new_tokens")
-    if most is not None and fewest > most:
-        raise ValueError(f"{key}: min_new_tokens ({fewest}) exceeds max_new_tokens ({most})")
 
 
 def _generate_with_transformers(

@@ -41,7 +41,7 @@ reward `{config.reward_fn.id}` (seed {config.alg.args.seed}, {run.ranks.world_si
 
 Command, in the folder {Path.cwd()}:
 
-    {command_of(run)}
+    {command(config.alg.id, run.ranks.world_size)}
 
 The full configuration is in the run's config.json.
 
@@ -57,11 +57,10 @@ def algorithm_name(config: Config) -> str:
     return str(estimator).replace("_plus_plus", "++").upper()
 
 
-def command_of(run: Run) -> str:
+def command(script: str, n_ranks: int) -> str:
     """The command that repeats the run, to paste into a shell."""
-    script, n_ranks = run.config.alg.id, run.ranks.world_size
-    launch = (
-        f"accelerate launch --num_processes {n_ranks} train/{script}.py" if n_ranks > 1 else f"python -m train.{script}"
-    )
+    launch = f"python -m train.{script}"
+    if n_ranks > 1:
+        launch = f"accelerate launch --num_processes {n_ranks} train/{script}.py"
     words = [word for word in sys.argv[1:] if not word.startswith("--resume") and word != "auto"]
     return f"{launch} {shlex.join(words)}"

@@ -11,6 +11,7 @@ from train.config import Config, NLPOAlg
 SAMPLING = (
     "top_k", "top_p", "temperature", "min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id",
     "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "repetition_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "num_beams",
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from train.config_args import CriticArgs
 from train.config_types import flatten
 from train.distributed import Ranks
 from train.environments import make_metrics, make_sampler
+from train.generation import check_generation_kwargs
 from train.loading import check_model_name, load_tokenizer
 from train.notices import notices
 from train.rollout import Sampler
@@ -41,6 +42,7 @@ class Run:
     model: Any  # ActorCritic in the strategy's wrapper
     optimizer: Any
     reference: Any  # called as a LanguageModel is
+    start: str  # fingerprint of the policy before training
     mask_model: LanguageModel | None  # NLPO's mask policy
     sampler: Sampler
     metrics: list[Any]
@@ -73,6 +75,7 @@ class Run:
                 sampler=self.sampler.envs.sampler,
                 config=self.config.to_dict(),
                 data=self.sampler.data,
+                start=self.start,
                 ranks=self.ranks,
                 keep_last=self.config.train_evaluation.keep_last,
             )
@@ -111,11 +114,12 @@ def build(config: Config, ranks: Ranks, folder: Path, stack: contextlib.ExitStac
         gradient_checkpointing=args.gradient_checkpointing,
         **options,
     )
+    check_generation_kwargs(config.train_evaluation.generation_kwargs or {}, vocab_size=actor_critic.policy.vocab_size)
     for notice in notices(config, actor_critic.policy) if ranks.is_main else ():
         print(f"note: {notice}", flush=True)
     sampler = make_sampler(config, ranks, folder, tokenizer, actor_critic.policy)
     stack.callback(sampler.envs.close)
-    mask_model = None
+    start, mask_model = checkpoint.fingerprint(actor_critic.policy), None
     if sampler.spec.mask is not None and sampler.spec.mask.mask_type != "topk":
         mask_model = load_language_model(args.model_name, **options).requires_grad_(False).to(ranks.device)
         copy_weights(actor_critic.policy, mask_model)
@@ -129,6 +133,7 @@ def build(config: Config, ranks: Ranks, folder: Path, stack: contextlib.ExitStac
         tokenizer=tokenizer,
         model=model,
         optimizer=optimizer,
+        start=start,
         reference=reference if args.lora else reference.to(ranks.device),
         mask_model=mask_model,
         sampler=sampler,
@@ -167,6 +172,7 @@ def resume(run: Run, path: Path) -> None:
         sampler=run.sampler.envs.sampler,
         config=run.config,
         data=run.sampler.data,
+        start=run.start,
         ranks=run.ranks,
     )
     if run.ranks.is_main:

@@ -33,6 +33,7 @@ from envs.samples import SampleFile
 from train import checkpoint
 from train.claim import claimed
 from train.config import Config, load_config
+from train.config_loader import accepts
 from train.config_types import flatten
 from train.distributed import Ranks
 from train.environments import make_metrics, write_data
@@ -47,6 +48,17 @@ from train.supervised_resume import describe, find_checkpoint, go_back
 from train.supervised_trainer import Recorder, evaluate_at_end, make_trainer, record
 from train.tracking import Tracker
 
+# What the run decides itself, or the trainer would ignore or stumble over.
+DECIDED = {
+    "output_dir": "results go to tracking.output_dir/project_name/experiment_name",
+    "resume_from_checkpoint": "give --resume on the command line",
+    "label_smoothing_factor": "the loss is the plain mean over tokens; leave it out",
+    "prediction_loss_only": "loss and perplexity are measured per token; leave it out",
+    "label_names": "rows are made here; leave it out",
+    "eval_do_concat_batches": "evaluation is the run's own; leave it out",
+    "push_to_hub": "compute nodes have no network; upload the folder model afterwards",
+}
+
 
 def training_arguments(config: Config) -> TrainingArguments:
     """alg.training_args with this run's folders. Raises ValueError for an argument that there is not."""
@@ -55,8 +67,14 @@ def training_arguments(config: Config) -> TrainingArguments:
     for name in given.keys() - known:
         near = difflib.get_close_matches(name, known, n=1)
         raise ValueError(f"alg.training_args.{name}: unknown" + (f"; did you mean {near[0]}?" if near else ""))
-    if "output_dir" in given:
-        raise ValueError("alg.training_args.output_dir: results go to tracking.output_dir/project_name/experiment_name")
+    numbers = {field.name for field in fields(TrainingArguments) if field.type in ("float", "int", float, int)}
+    for name in given.keys() & numbers:
+        if not accepts(float, given[name]):
+            raise ValueError(f"alg.training_args.{name}: expected a number, got {given[name]!r}")
+    for name in given.keys() & DECIDED.keys():
+        raise ValueError(f"alg.training_args.{name}: {DECIDED[name]}")
+    if str(given.get("metric_for_best_model", "")).endswith(("perplexity", "nll")):
+        given.setdefault("greater_is_better", False)
     ours = {
         "output_dir": str(run_folder(config) / "checkpoints"),
         "per_device_eval_batch_size": config.train_evaluation.eval_batch_size,
@@ -70,7 +88,10 @@ def training_arguments(config: Config) -> TrainingArguments:
     # YAML reads `no` as false.
     given |= {name: "no" for name, value in given.items() if name.endswith("_strategy") and value is False}
     # Rows are made here as the model takes them.
-    return TrainingArguments(**{**ours, **given, "remove_unused_columns": False})
+    try:
+        return TrainingArguments(**{**ours, **given, "remove_unused_columns": False})
+    except TypeError as error:
+        raise ValueError(f"alg.training_args: {error}") from error
 
 
 def build(

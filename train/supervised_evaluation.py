@@ -6,7 +6,7 @@ from algorithms.sampling import SamplingSpec
 from train.config import Config
 from train.distributed import Ranks
 from train.environments import make_device_reward, make_envs
-from train.evaluation import check_generation_kwargs
+from train.generation import check_generation_kwargs
 from train.rollout import Sampler
 from train.supervised_data import IGNORED, Row, RowBuilder
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from algorithms.models import load_pretrained
 from algorithms.policy import LanguageModel
 from train.config import Config
 from train.distributed import Ranks
+from train.finish import command
 from train.loading import check_model_name
 from train.tracking import results_table
 
@@ -70,8 +70,8 @@ def save_model(trainer: Trainer, model: LanguageModel, config: Config, ranks: Ra
 def model_card(config: Config, ranks: Ranks, trainer: Trainer, table: str) -> str:
     """What was trained, how to repeat it, and what came out."""
     return f"""---
-base_model: {config.alg.model_name}
-library_name: transformers
+base_model: {adapters.base_of(config.alg.model_name)}
+library_name: {"peft" if config.alg.lora and not config.alg.lora.save_merged else "transformers"}
 tags: [supervised, rl4lms-scale]
 ---
 # {config.tracking.experiment_name}
@@ -81,7 +81,7 @@ optimizer steps (seed {trainer.args.seed}, {ranks.world_size} process(es)).
 
 Command, in the folder {Path.cwd()}:
 
-    {" ".join(sys.argv)}
+    {command("supervised", ranks.world_size)}
 
 The full configuration is in the run's config.json.
 

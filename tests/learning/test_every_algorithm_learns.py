@@ -62,7 +62,8 @@ def test_the_reward_goes_up(algorithm: str, family: str, models: Callable[..., P
 def test_a_constant_reward_teaches_nothing(
     algorithm: str, family: str, models: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Without a critic, which has to learn the constant first, not a bit of the policy changes."""
+    """Without a critic, which has to learn the constant first, and without a KL in the loss, whose rounding Adam makes
+    much of, not a bit of the policy changes."""
     before, after, moved = learn(algorithm, family, models(family), tmp_path, reward_fn={"id": "user_code:one"})
     assert after < 0.5
-    assert (moved == 0 and after == before) == (algorithm in ("grpo", "rloo", "reinforce_plus_plus"))
+    assert (moved == 0 and after == before) == (algorithm in ("rloo", "reinforce_plus_plus"))

@@ -38,7 +38,7 @@ class Parts:
     def arguments(self) -> dict[str, Any]:
         ranks = SimpleNamespace(is_main=True, world_size=1, device="cpu", broadcast=lambda x: x)
         parts = {"models": {"model": self.model}, "optimizer": self.optimizer, "sampler": self.sampler}
-        return {**parts, "data": self.data, "ranks": ranks}
+        return {**parts, "data": self.data, "start": "fingerprint", "ranks": ranks}
 
     def save(self, iteration: int, keep_last: int = 2, best: int | None = None) -> None:
         state = State(iteration=iteration, kl_coef=0.25 * iteration, best_iteration=best, best_value=best and 1.5)

@@ -193,10 +193,20 @@ def test_a_tracker_that_is_not_installed(models: Models, tmp_path: Path, capsys:
 def test_a_forced_token_that_there_is_not(models: Models, tmp_path: Path, capsys: Capture) -> None:
     generation = {"forced_eos_token_id": 500}
     found = message(command(tmp_path, models(), alg__policy__args__generation_kwargs=generation), capsys)
-    assert "generation_kwargs.forced_eos_token_id 500 is outside the model's vocabulary of 32" in found
+    assert "generation_kwargs.forced_eos_token_id 500 is outside the model's vocabulary of 33" in found
 
 
 def test_rates_have_their_own_places(models: Models, tmp_path: Path, capsys: Capture) -> None:
     kwargs = {"lr": 5.0}
     found = message(command(tmp_path, models(), alg__policy__args__optimizer_kwargs=kwargs), capsys)
     assert "optimizer_kwargs.lr: the place for it is alg.args.learning_rate" in found
+
+
+def test_a_model_that_lacks_weights(models: Models, tmp_path: Path, capsys: Capture) -> None:
+    """transformers would draw them at random, others for the policy than for the reference."""
+    model = AutoModelForCausalLM.from_pretrained(models("llama"))
+    state = {name: x for name, x in model.state_dict().items() if "layers.0.mlp.up_proj" not in name}
+    model.save_pretrained(tmp_path / "model", state_dict=state)
+    AutoTokenizer.from_pretrained(models("llama")).save_pretrained(tmp_path / "model")
+    found = message(command(tmp_path, tmp_path / "model"), capsys)
+    assert "is no complete model: 1 weights are missing, as model.layers.0.mlp.up_proj.weight" in found

@@ -17,7 +17,8 @@ from transformers import (
 
 from algorithms.policy import LanguageModel
 from algorithms.sampling import SamplingSpec
-from train.evaluation import check_generation_kwargs, generate
+from train.evaluation import generate
+from train.generation import check_generation_kwargs
 
 PAD, EOS, START, LONGEST = 0, 1, 2, 7
 TOKENS = {"vocab_size": 20, "pad_token_id": PAD, "eos_token_id": EOS}

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import ROOT, command, lines
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from train import checkpoint, ppo, tracking
 from train.ppo import main
@@ -210,3 +211,20 @@ def test_going_back_to_an_earlier_checkpoint(models: Callable[..., Path], tmp_pa
     assert 2 in checkpoint.saved_iterations(folder / "checkpoints")
     assert 3 not in checkpoint.saved_iterations(folder / "checkpoints")
     assert [row["iteration"] for row in lines(folder / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_start_model_that_has_changed_is_no_start_to_go_on_from(
+    models: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is the reference, too: the KL would be to something else from there on."""
+    model = tmp_path / "model"
+    shutil.copytree(models(), model)
+    arguments = command(tmp_path, model, train_evaluation__n_iters=1)
+    main(arguments)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: x + 1e-4 for name, x in weights.items()}, model / "model.safetensors", metadata={"format": "pt"})
+    longer = [*arguments, "--resume", "--train_evaluation.n_iters=2"]
+    assert "started from another model" in refusal(longer, capsys)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    main(longer)
+    assert [row["iteration"] for row in lines(tmp_path / "tests/run/metrics.jsonl")] == [1, 2]

@@ -166,6 +166,8 @@ def test_adapters(family: str, save_merged: bool, world: Path) -> None:
     ("args", "message"),
     [
         (["--alg.training_args.output_dir=x"], "results go to tracking.output_dir"),
+        (["--alg.training_args.label_smoothing_factor=0.1"], "the loss is the plain mean over tokens"),
+        (["--alg.training_args.learning_rate=abc"], "alg.training_args.learning_rate: expected a number, got 'abc'"),
         (["--alg.model_name=./none"], "there is no folder ./none"),
         (["--datapool.id=dummy_pool", "--datapool.args={prompt: '1'}"], "no references"),
         (["--alg.model_type=seq2seq"], "alg.model_type is seq2seq, but .* is a causal model"),

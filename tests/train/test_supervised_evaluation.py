@@ -141,6 +141,14 @@ def test_any_metric_chooses_the_best_model(world: Path) -> None:
     assert end["length"] == shortest < during[0]["length"]
 
 
+def test_the_best_perplexity_is_the_lowest(world: Path) -> None:
+    best = {"eval_strategy": "epoch", "load_best_model_at_end": True, "metric_for_best_model": "supervised/perplexity"}
+    options = {**best, "num_train_epochs": 3}
+    folder = run(world, "lowest", *(f"--alg.training_args.{name}={value}" for name, value in options.items()))
+    *during, end = (row["metrics"]["supervised/perplexity"] for row in lines(folder / "val_split_metrics.jsonl"))
+    assert len(during) == 3 and end <= min(during)
+
+
 def config_of(world: Path, *args: str) -> Any:
     return load_config(["--config", str(world / "config.yml"), *args])
 
