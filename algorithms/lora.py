@@ -55,7 +55,7 @@ def target_names(lm: PreTrainedModel, wanted: Any) -> list[str]:
     else:
         found = {word: {name for name in names if f".{name}".endswith(f".{word}")} for word in wanted}
     if not found:
-        raise ValueError(f"{key} is empty; set it to {choice}")
+        raise ValueError(f"{key}: the list is empty; set it to {choice}")
     if missing := [word for word, matches in found.items() if not matches]:
         raise ValueError(f"{key}: no layer of {family} has the name {', '.join(missing)}; set it to {choice}")
     return [name for name in names if any(name in matches for matches in found.values())]

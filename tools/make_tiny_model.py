@@ -4,8 +4,8 @@
     python -m tools.make_tiny_model --out runs/models/dates --family llama --tokenizer char --alphabet "0123456789- "
     python -m tools.make_tiny_model --out runs/models/words --family t5 --tokenizer word --text texts.txt
 
-The folder is a `model_name` for every script: `from_pretrained` loads the model and the tokenizer from it. Families t5
-and bart are sequence-to-sequence; their tokenizers end each text with EOS, as those of the real ones do.
+The folder is a `model_name` for every script: `from_pretrained` loads the model and the tokenizer from it. Families t5,
+bart and blenderbot are sequence-to-sequence; their tokenizers end each text with EOS, as those of the real ones do.
 
 Tokenizers, all with distinct tokens for padding, end of text and unknown:
   numbers  one token per whole number 0 … max_number; texts are numbers separated by spaces
@@ -28,7 +28,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-SEQ2SEQ_FAMILIES = ("t5", "bart")
+SEQ2SEQ_FAMILIES = ("t5", "bart", "blenderbot")
 FAMILIES = ("gpt2", "llama", "qwen2", *SEQ2SEQ_FAMILIES)
 PAD, EOS, UNK = SPECIAL_TOKENS = ("<pad>", "<|endoftext|>", "<unk>")
 WORD = r"[a-z]+(?:'[a-z]+)*|[0-9]+|[.,!?;:]"
@@ -153,15 +153,15 @@ def causal_config(
 def seq2seq_config(
     family: str, *, layers: int, hidden: int, heads: int, positions: int, **common: Any
 ) -> PreTrainedConfig:
-    """`layers` in the encoder and as many in the decoder. BART forces no first or last token, unlike by default."""
-    from transformers import BartConfig, T5Config
+    """`layers` in the encoder and as many in the decoder. BART and Blenderbot force no first or last token, unlike by default."""
+    from transformers import BartConfig, BlenderbotConfig, T5Config
 
     if family == "t5":
         shape = {"num_layers": layers, "d_model": hidden, "d_ff": 3 * hidden, "num_heads": heads}
         start = common["pad_token_id"]
         return T5Config(**common, **shape, d_kv=hidden // heads, dropout_rate=0.0, decoder_start_token_id=start)
     sides = {"layers": layers, "attention_heads": heads, "ffn_dim": 3 * hidden}
-    return BartConfig(
+    return (BlenderbotConfig if family == "blenderbot" else BartConfig)(
         **common,
         **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sides.items()},
         d_model=hidden,
@@ -195,7 +195,7 @@ def parser() -> argparse.ArgumentParser:
         "--positions",
         type=int,
         default=128,
-        help="tokens of the longest prompt and response (t5, bart: of either) (128)",
+        help="tokens of the longest prompt and response (sequence-to-sequence: of either) (128)",
     )
     p.add_argument("--seed", type=int, default=0)
     return p
