@@ -101,7 +101,7 @@ def attach(lm: PreTrainedModel, model_name: str, lora: LoraSpec | None) -> None:
         except ValueError as error:
             base = config.base_model_name_or_path
             raise ValueError(f"the adapter {model_name} does not fit its base {base}: {error}") from error
-        _load_weights(lm, model_name)
+        load_weights(lm, model_name)
         if lora is None:
             merge(lm)
             return
@@ -126,7 +126,8 @@ def _fresh_config(lm: PreTrainedModel, model_name: str, lora: LoraSpec, names: s
     )
 
 
-def _load_weights(lm: PreTrainedModel, model_name: str) -> None:
+def load_weights(lm: PreTrainedModel, model_name: str) -> None:
+    """Puts the weights of a folder's adapter into the trained one. Raises ValueError for a folder that does not fit."""
     path = Path(model_name).expanduser() / WEIGHTS_FILE
     if not path.is_file():
         raise ValueError(f"{model_name} is an adapter without {WEIGHTS_FILE}")

@@ -153,7 +153,7 @@ def causal_config(
 def seq2seq_config(
     family: str, *, layers: int, hidden: int, heads: int, positions: int, **common: Any
 ) -> PreTrainedConfig:
-    """`layers` in the encoder and as many in the decoder. BART and Blenderbot force no first or last token, unlike by default."""
+    """`layers` in the encoder and as many in the decoder. No first or last token is forced, unlike by BART's defaults."""
     from transformers import BartConfig, BlenderbotConfig, T5Config
 
     if family == "t5":

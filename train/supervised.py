@@ -121,7 +121,7 @@ def build(
     limits = lengths(builder, rows, kwargs.get("max_new_tokens"), config.env.args.max_episode_length, positions)
     sampler = make_sampler(config, ranks, builder, data, limits, args.seed)
     stack.callback(sampler.envs.close)
-    trainer = make_trainer(args, model.lm, tokenizer, rows, model.start_token_id)
+    trainer = make_trainer(args, model, tokenizer, rows)
     evaluation = Evaluation(
         spec=spec,
         ranks=ranks,

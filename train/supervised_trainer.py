@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from algorithms import adapters
+from algorithms.lora import lora_layers
+from algorithms.policy import LanguageModel
 from train.evaluation import Evaluation, evaluate_split
 from train.supervised_data import Collator, Row, token_losses
 from train.tracking import append_line, plain
@@ -85,14 +88,26 @@ def evaluate_at_end(trainer: Trainer, recorder: Recorder) -> None:
     evaluate(trainer, recorder)
 
 
-def make_trainer(
-    args: TrainingArguments, model: Any, tokenizer: Any, rows: dict[str, list[Row]], decoder_start: int | None
-) -> Trainer:
-    """A trainer whose loss is the mean over the labels of all ranks and micro-batches of a step.
+class AdapterTrainer(Trainer):  # type: ignore[misc]
+    """Its checkpoints hold the adapter alone, in folders that are a model_name."""
 
-    decoder_start: first input of a seq2seq decoder, None for a causal model.
-    """
-    seq2seq = decoder_start is not None
+    policy: LanguageModel
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.args.should_save:
+            adapters.save_pretrained(self.policy, output_dir or self.args.output_dir, state_dict)
+            self.processing_class.save_pretrained(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        adapters.load_weights(self.policy.lm, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        adapters.load_weights(self.policy.lm, self.state.best_model_checkpoint)
+
+
+def make_trainer(args: TrainingArguments, model: LanguageModel, tokenizer: Any, rows: dict[str, list[Row]]) -> Trainer:
+    """A trainer whose loss is the mean over the labels of all ranks and micro-batches of a step."""
+    seq2seq = model.start_token_id is not None
 
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         losses, mask = token_losses(outputs["logits"], labels, seq2seq=seq2seq)
@@ -107,14 +122,17 @@ def make_trainer(
         total, count = prediction.predictions.astype(float).sum(0)
         return {"nll": total / count, "perplexity": math.exp(min(total / count, 700))}
 
-    return Trainer(
-        model=model,
+    has_adapter = bool(lora_layers(model.lm))
+    trainer = (AdapterTrainer if has_adapter else Trainer)(
+        model=model.lm,
         args=args,
         train_dataset=rows["train"],
         eval_dataset=rows["val"],
         processing_class=tokenizer,
-        data_collator=Collator(tokenizer.pad_token_id, decoder_start),
+        data_collator=Collator(tokenizer.pad_token_id, model.start_token_id),
         compute_loss_func=loss,
         preprocess_logits_for_metrics=sums,
         compute_metrics=metrics,
     )
+    trainer.policy = model
+    return trainer

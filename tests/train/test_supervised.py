@@ -157,6 +157,11 @@ def test_adapters(family: str, save_merged: bool, world: Path) -> None:
     (start, _) = (row["metrics"]["supervised/loss"] for row in lines(further / "val_split_metrics.jsonl"))
     assert start == pytest.approx(last, rel=1e-4)
     before = {path.name: path.read_bytes() for path in (folder / "model").glob("*.safetensors")}
+    held = folder / "checkpoints" / "checkpoint-15"
+    assert (held / "adapter_model.safetensors").is_file() and not (held / "model.safetensors").exists()
+    if not save_merged:
+        last_one = folder / "checkpoints" / "checkpoint-30" / "adapter_model.safetensors"
+        assert before["adapter_model.safetensors"] == last_one.read_bytes()
     shutil.rmtree(folder / "checkpoints" / "checkpoint-30")
     run(world, name, *kind, lora, *epochs, "--resume")
     assert before == {path.name: path.read_bytes() for path in (folder / "model").glob("*.safetensors")}
