@@ -25,7 +25,8 @@ def test_two_ranks_train_what_one_process_trains(models: Callable[..., Path], tm
         (before, ours), (same, theirs) = (torch.load(folder / f"{name}.pt") for folder in (two, one))
         assert torch.equal(before, same), name
         assert distance(theirs, before) > 1e-3, name
-        assert distance(ours - before, theirs - before) < 1e-3, name
+        # The conjugate gradient makes more of rounding than a gradient does.
+        assert distance(ours - before, theirs - before) < (5e-3 if name.startswith("trpo") else 1e-4), name
         ours_rows, their_rows = (lines(folder / f"tests/{name}/metrics.jsonl") for folder in (two, one))
         assert [row["rollout/tokens"] for row in ours_rows] == [64, 64]
         for a, b in zip(ours_rows, their_rows, strict=True):
