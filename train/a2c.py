@@ -9,11 +9,10 @@ from algorithms.a2c import a2c_loss
 from envs.streams import generator
 from train.batches import Rollout, minibatches
 from train.collect import collect
-from train.config import load_config
 from train.epochs import critic_stats
-from train.loop import begin, end_iteration, finish
-from train.script import expect_algorithm, run_script
-from train.setup import Run, start
+from train.loop import begin, end_iteration, finish, run_algorithm
+from train.script import run_script
+from train.setup import Run
 from train.stats import rollout_stats
 from train.update import Sums, lr_factor, optimizer_step, set_learning_rates
 
@@ -81,10 +80,7 @@ def loss(run: Run, part: Rollout) -> tuple[Tensor, Sums]:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: loads the configuration, sets the run up, trains."""
-    config = load_config(argv)
-    expect_algorithm(config.alg.id, "a2c")
-    with start(config) as run:
-        train(run)
+    run_algorithm("a2c", train, argv)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ from algorithms.grpo import grpo_loss, loss_count, token_weights
 from algorithms.masked import moments, whiten
 from train.batches import Rollout
 from train.collect import collect, cut
-from train.config import load_config
 from train.epochs import replay, update_epochs
-from train.loop import begin, end_iteration, finish
-from train.script import expect_algorithm, run_script
-from train.setup import Run, start
+from train.loop import begin, end_iteration, finish, run_algorithm
+from train.script import run_script
+from train.setup import Run
 from train.stats import rollout_stats
 from train.update import Sums
 
@@ -84,10 +83,7 @@ def loss(run: Run, part: Rollout, ratios: list[Tensor]) -> tuple[Tensor, Sums]:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: loads the configuration, sets the run up, trains."""
-    config = load_config(argv)
-    expect_algorithm(config.alg.id, "grpo")
-    with start(config) as run:
-        train(run)
+    run_algorithm("grpo", train, argv)
 
 
 if __name__ == "__main__":

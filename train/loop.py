@@ -1,12 +1,23 @@
 """What surrounds an iteration in every algorithm: evaluation, the KL controller, metrics, checkpoints."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from algorithms.advantages import update_kl_coef
+from train.config import load_config
 from train.evaluation import check_best_metric, evaluate
 from train.finish import save_model
-from train.setup import Run
+from train.script import expect_algorithm
+from train.setup import Run, start
 from train.stats import performance
+
+
+def run_algorithm(name: str, train: Callable[[Run], None], argv: Sequence[str] | None = None) -> None:
+    """A whole run of the script for the algorithm `name`, with the configuration that a command line asks for."""
+    config = load_config(argv)
+    expect_algorithm(config.alg.id, name)
+    with start(config) as run:
+        train(run)
 
 
 def begin(run: Run) -> range:

@@ -7,11 +7,10 @@ policy every target_update_iterations iterations. The update is PPO's: it replay
 from algorithms.nlpo import STATISTICS, copy_weights
 from train.batches import Rollout
 from train.collect import collect
-from train.config import load_config
-from train.loop import begin, end_iteration, finish
+from train.loop import begin, end_iteration, finish, run_algorithm
 from train.ppo import update
-from train.script import expect_algorithm, run_script
-from train.setup import Run, start
+from train.script import run_script
+from train.setup import Run
 from train.stats import rollout_stats
 
 
@@ -42,10 +41,7 @@ def mask_stats(run: Run, rollout: Rollout) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: loads the configuration, sets the run up, trains."""
-    config = load_config(argv)
-    expect_algorithm(config.alg.id, "nlpo")
-    with start(config) as run:
-        train(run)
+    run_algorithm("nlpo", train, argv)
 
 
 if __name__ == "__main__":

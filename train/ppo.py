@@ -9,11 +9,10 @@ from torch import Tensor
 from algorithms.ppo import ppo_loss
 from train.batches import Rollout
 from train.collect import collect
-from train.config import load_config
 from train.epochs import critic_stats, replay, update_epochs
-from train.loop import begin, end_iteration, finish
-from train.script import expect_algorithm, run_script
-from train.setup import Run, start
+from train.loop import begin, end_iteration, finish, run_algorithm
+from train.script import run_script
+from train.setup import Run
 from train.stats import rollout_stats
 from train.update import Sums
 
@@ -71,10 +70,7 @@ def loss(run: Run, part: Rollout, ratios: list[Tensor], *, policy_coef: float = 
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: loads the configuration, sets the run up, trains."""
-    config = load_config(argv)
-    expect_algorithm(config.alg.id, "ppo")
-    with start(config) as run:
-        train(run)
+    run_algorithm("ppo", train, argv)
 
 
 if __name__ == "__main__":

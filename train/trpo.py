@@ -18,11 +18,10 @@ from algorithms.trust_region import split_like, trainable
 from envs.streams import generator
 from train.batches import Rollout, minibatches
 from train.collect import collect
-from train.config import load_config
 from train.epochs import critic_stats
-from train.loop import begin, end_iteration, finish
-from train.script import expect_algorithm, run_script
-from train.setup import Run, start
+from train.loop import begin, end_iteration, finish, run_algorithm
+from train.script import run_script
+from train.setup import Run
 from train.stats import rollout_stats
 from train.update import Sums, add_sums, lr_factor, set_learning_rates
 
@@ -141,10 +140,7 @@ def count_tokens(run: Run, micro_batches: Sequence[Rollout]) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: loads the configuration, sets the run up, trains."""
-    config = load_config(argv)
-    expect_algorithm(config.alg.id, "trpo")
-    with start(config) as run:
-        train(run)
+    run_algorithm("trpo", train, argv)
 
 
 if __name__ == "__main__":
