@@ -20,7 +20,10 @@ def kl_penalty(kl: Tensor, estimator: str) -> Tensor:
     """
     if estimator == "k1":
         return kl
-    return kl.square() / 2 if estimator == "k2" else torch.expm1(-kl) + kl
+    if estimator == "k2":
+        return kl.square() / 2
+    assert estimator == "k3", estimator
+    return torch.expm1(-kl) + kl
 
 
 def shape_rewards(
@@ -71,6 +74,7 @@ def group_advantages(rewards: Tensor, *, estimator: str, scale: bool = True) -> 
     """
     exact = rewards.double()
     centred = exact - exact.mean(1, keepdim=True)
+    assert estimator in ("grpo", "rloo"), estimator
     if estimator == "rloo":
         centred = centred * (rewards.shape[1] / (rewards.shape[1] - 1))
     elif scale:

@@ -13,6 +13,7 @@ def token_weights(response_mask: Tensor, lengths: Tensor, normalization: str) ->
 
     response_mask: bool [B, T]; lengths: [B], of whole responses, of which the mask may hold the first tokens only.
     """
+    assert normalization in ("token", "sequence", "constant"), normalization
     weights = response_mask.float()
     return weights / lengths[:, None] if normalization == "sequence" else weights
 

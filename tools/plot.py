@@ -95,8 +95,11 @@ def draw_panel(ax: Any, panel: Panel, run: dict[str, list[dict[str, Any]]]) -> N
     ax.set_xlabel("iteration", fontsize=9)
     ax.set_ylabel(panel.unit, fontsize=9)
     handles = draw_lines(ax, panel.lines, run)
-    if panel.from_zero:
+    if panel.from_zero and handles:
         start_at_zero(ax)
+    if not handles:
+        ax.set_ylabel("")
+        ax.set_yticks([])
     if any(points(run[line.source], line.names) for line in panel.right):
         twin = ax.twinx()
         twin.set_ylabel(panel.right_unit, fontsize=9, color=GREY)

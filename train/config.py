@@ -121,13 +121,12 @@ class Config:
             if alg.args.num_generations == 1 and alg.args.advantage_estimator != "reinforce_plus_plus":
                 raise ValueError(f"alg.args.num_generations 1 makes no group for {alg.args.advantage_estimator}")
             return
-        assert not isinstance(alg, SupervisedAlg)
         if isinstance(alg, PPOAlg | NLPOAlg) and 0 < self.train_evaluation.n_iters <= alg.args.critic_warmup_iterations:
             raise ValueError(
                 f"alg.args.critic_warmup_iterations ({alg.args.critic_warmup_iterations}) leaves none of "
                 f"train_evaluation.n_iters ({self.train_evaluation.n_iters}) for the policy"
             )
-        if not alg.args.normalize_advantage:
+        if isinstance(alg, SupervisedAlg) or not getattr(alg.args, "normalize_advantage", False):
             return
         if isinstance(alg, PPOAlg | NLPOAlg) and alg.args.advantage_scope == "minibatch" and alg.args.batch_size == 1:
             raise ValueError(
@@ -157,14 +156,15 @@ class Config:
         return sorted(path for path in (ours.keys() | theirs.keys()) - same if not path.startswith(free))
 
 
-def load_config(argv: Sequence[str] | None = None) -> Config:
-    """The configuration that a command line (default: this process') asks for.
+def load_config(argv: Sequence[str] | None = None, algorithm: str | None = None) -> Config:
+    """The configuration that a command line (default: this process') asks for. algorithm: alg.id of the script, whose
+    keys alone its --help shows.
 
     Raises ValueError that names every fault found. Prints the help and raises SystemExit for --help.
     """
     args = parse_args(sys.argv[1:] if argv is None else argv, Config)
     if args.help:
-        print(help_text(Config))
+        print(help_text(Config, algorithm))
         raise SystemExit(0)
     if not args.config:
         raise ValueError("--config FILE is required; --help lists all options")

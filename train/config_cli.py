@@ -111,10 +111,11 @@ def _section(tree: dict[str, Any], path: str, source: str) -> tuple[dict[str, An
     return tree, key
 
 
-def help_text(cls: type) -> str:
-    """All options, with type, default and docstring of each key, section by section; what algorithms share once."""
-    lines = [USAGE]
-    shown = dict.fromkeys(keys(cls))
+def help_text(cls: type, algorithm: str | None = None) -> str:
+    """All options, with type, default and docstring of each key, section by section; those of one algorithm, or of all
+    with what they share once."""
+    lines = [USAGE if algorithm is None else USAGE.replace("SCRIPT", f"python -m train.{algorithm}")]
+    shown = dict.fromkeys(keys(cls, only=algorithm))
     for (section, doc), group in groupby(shown, lambda key: (key.section, key.section_doc)):
         lines.append(f"{section}: {doc}")
         for key in group:

@@ -215,8 +215,10 @@ class _Builder:
         return _FAILED
 
     def _nearest(self, path: str, key: str, siblings: list[str]) -> str:
+        if join(path, key) in self.known:
+            return f"only another alg.id has it; known here: {', '.join(siblings)}"
         near = [join(path, name) for name in difflib.get_close_matches(key, siblings, 1)]
-        near += [known for known in self.known if known.endswith("." + key) and known != join(path, key)]
+        near += [known for known in self.known if known.endswith("." + key)]
         return f"did you mean {near[0]}?" if near else f"known here: {', '.join(siblings)}"
 
 

@@ -146,6 +146,9 @@ class KLDiv:
         if self.estimator is None:
             object.__setattr__(self, "estimator", "k3" if self.in_loss else "k1")
         if self.in_loss and self.estimator == "k1":
-            raise ValueError("in_loss with estimator k1 does nothing: its gradient is zero on average; take k2 or k3")
+            raise ValueError(
+                "in_loss (the default of grpo) with estimator k1 does nothing: its gradient is zero on average; "
+                "take k2 or k3"
+            )
         if self.in_loss and self.norm_reward:
             raise ValueError("norm_reward normalises rewards with the KL in them; with in_loss there is none in them")

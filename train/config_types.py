@@ -117,8 +117,8 @@ class Key:
     section_doc: str
 
 
-def keys(cls: type, path: str = "", section: str = "", section_doc: str = "") -> Iterator[Key]:
-    """All leaves below `cls`, section by section, in the order of the fields."""
+def keys(cls: type, path: str = "", section: str = "", section_doc: str = "", only: str | None = None) -> Iterator[Key]:
+    """All leaves below `cls`, section by section, in the order of the fields. only: of the dataclass with this id."""
     nested = [(f, kind) for f, kind in config_fields(cls) if sections(kind)]
     for f, kind in config_fields(cls):
         if not sections(kind):
@@ -126,11 +126,13 @@ def keys(cls: type, path: str = "", section: str = "", section_doc: str = "") ->
             yield Key(at, describe(kind), _default(f), doc, section, section_doc)
     for f, kind in nested:
         options = sections(kind)
+        if len(options) > 1 and only is not None:
+            options = [option for option in options if only in ids(option)]
         for option in options:
             title = f"{path}{f.name}"
             if len(options) > 1:
                 title += f" with id {' or '.join(ids(option))}"
-            yield from keys(option, f"{path}{f.name}.", title, field_docs(cls).get(f.name, ""))
+            yield from keys(option, f"{path}{f.name}.", title, field_docs(cls).get(f.name, ""), only)
 
 
 def _default(f: dataclasses.Field[Any]) -> str:

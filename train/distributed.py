@@ -17,6 +17,10 @@ from torch import Tensor, nn
 Sums = Mapping[str, tuple[Any, Any]]
 
 
+class LaunchError(RuntimeError):
+    """The processes are not those that were asked for; the message says what to change."""
+
+
 class Ranks:
     """The processes of a run as one of them sees it.
 
@@ -24,7 +28,7 @@ class Ranks:
     """
 
     def __init__(self, *, timeout_s: float, trackers: Iterable[str] = (), logging_dir: str | None = None) -> None:
-        """Joins the other ranks. Raises RuntimeError if the world is not the one that was asked for."""
+        """Joins the other ranks. Raises LaunchError if the world is not the one that was asked for."""
         asked = list(trackers)
         self.accelerator = Accelerator(
             log_with=asked or None,
@@ -51,23 +55,23 @@ class Ranks:
         kind = self.accelerator.distributed_type.value
         for variable, needed in (("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"), ("ACCELERATE_USE_FSDP", "FSDP")):
             if os.environ.get(variable, "false").lower() == "true" and kind != needed:
-                raise RuntimeError(
+                raise LaunchError(
                     f"the accelerate config asks for {needed}, but this process runs as {kind}; "
                     "on CPU, accelerate ignores it: use accelerate_configs/ddp_cpu.yaml"
                 )
         if self.world_size != wanted:
-            raise RuntimeError(
+            raise LaunchError(
                 f"WORLD_SIZE is {wanted}, but this process believes that it is one of {self.world_size}: each "
                 "would train alone. On CPU set ACCELERATE_USE_CPU=true (see accelerate_configs/ddp_cpu.yaml)"
             )
         launched = _processes_asked_of_launcher()
         if launched is not None and launched > 1 and wanted == 1:
-            raise RuntimeError(
+            raise LaunchError(
                 f"accelerate launch was asked for {launched} processes and started one (it does so with --cpu and with "
                 "MULTI_CPU): use --config_file accelerate_configs/ddp_cpu.yaml with ACCELERATE_USE_CPU=true"
             )
         if (counted := int(self.sum(torch.ones(1))[0])) != self.world_size:
-            raise RuntimeError(f"{counted} ranks answered, {self.world_size} were expected")
+            raise LaunchError(f"{counted} ranks answered, {self.world_size} were expected")
 
     # Reductions: every rank calls them, in the same order, with tensors of the same shape.
 
@@ -158,13 +162,20 @@ class Ranks:
         self.accelerator.end_training()
 
 
-def _processes_asked_of_launcher() -> int | None:
-    """--num_processes (or the config file's) of the `accelerate launch` that is this process' parent, if it is one."""
+def launcher() -> list[str] | None:
+    """The words of the `accelerate launch …` that is this process' parent, if it is one."""
     try:
         words = psutil.Process(os.getppid()).cmdline()
     except psutil.Error:
         return None
     if "launch" not in words or not any("accelerate" in word for word in words[: words.index("launch")]):
+        return None
+    return ["accelerate", *words[words.index("launch") :]]
+
+
+def _processes_asked_of_launcher() -> int | None:
+    """--num_processes (or the config file's) of the `accelerate launch` above this process."""
+    if (words := launcher()) is None:
         return None
     options = dict(
         word.split("=", 1) if "=" in word else (word, after)

@@ -67,7 +67,11 @@ def evaluate(run: Run, split: str, iteration: int) -> dict[str, float]:
         mask_model=run.mask_model,
     )
     with run.clock("eval"):
-        return evaluate_split(evaluation, split, iteration)
+        metrics = evaluate_split(evaluation, split, iteration)
+    name = run.config.train_evaluation.best_metric
+    if split == "val" and name in metrics:
+        run.tracker.say(f"val at {iteration}: {name} {metrics[name]:.3f}")
+    return metrics
 
 
 def evaluate_split(

@@ -1,5 +1,6 @@
 """The end of a run: the trained model as others load it, its card, and the table of results."""
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 from algorithms import adapters
 from train import tracking
 from train.config import Config
+from train.distributed import launcher
 from train.setup import Run
 
 
@@ -18,6 +20,7 @@ def save_model(run: Run) -> None:
         adapters.save_merged(policy, target) if lora and lora.save_merged else adapters.save_pretrained(policy, target)
         run.tokenizer.save_pretrained(target)
         table = tracking.results_table(run.folder)
+        run.tracker.close()
         (target / "README.md").write_text(model_card(run, table), "utf-8")
         run.tracker.say(f"{table}\nmodel: {target}\nmetrics: {run.folder / 'metrics.jsonl'}")
     run.ranks.barrier()
@@ -41,7 +44,7 @@ reward `{config.reward_fn.id}` (seed {config.alg.args.seed}, {run.ranks.world_si
 
 Command, in the folder {Path.cwd()}:
 
-    {command(config.alg.id, run.ranks.world_size)}
+    {command(config.alg.id)}
 
 The full configuration is in the run's config.json.
 
@@ -57,10 +60,13 @@ def algorithm_name(config: Config) -> str:
     return str(estimator).replace("_plus_plus", "++").upper()
 
 
-def command(script: str, n_ranks: int) -> str:
-    """The command that repeats the run, to paste into a shell."""
-    launch = f"python -m train.{script}"
-    if n_ranks > 1:
-        launch = f"accelerate launch --num_processes {n_ranks} train/{script}.py"
-    words = [word for word in sys.argv[1:] if not word.startswith("--resume") and word != "auto"]
-    return f"{launch} {shlex.join(words)}"
+def command(script: str) -> str:
+    """The command that repeats the run from its start, to paste into a shell."""
+    words = launcher() or ["python", "-m", f"train.{script}", *sys.argv[1:]]
+    kept: list[str] = []
+    for word, before in zip(words, ["", *words], strict=False):
+        is_value = before == "--resume" and not word.startswith("--")
+        if not word.startswith("--resume") and not is_value:
+            kept.append(word)
+    variable = "ACCELERATE_USE_CPU=true " if os.environ.get("ACCELERATE_USE_CPU") and kept[0] == "accelerate" else ""
+    return variable + shlex.join(kept)

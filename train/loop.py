@@ -6,7 +6,7 @@ from dataclasses import replace
 from algorithms.advantages import update_kl_coef
 from train.config import load_config
 from train.evaluation import check_best_metric, evaluate
-from train.finish import save_model
+from train.finish import algorithm_name, save_model
 from train.script import expect_algorithm
 from train.setup import Run, start
 from train.stats import performance
@@ -14,7 +14,7 @@ from train.stats import performance
 
 def run_algorithm(name: str, train: Callable[[Run], None], argv: Sequence[str] | None = None) -> None:
     """A whole run of the script for the algorithm `name`, with the configuration that a command line asks for."""
-    config = load_config(argv)
+    config = load_config(argv, name)
     expect_algorithm(config.alg.id, name)
     with start(config) as run:
         train(run)
@@ -22,11 +22,20 @@ def run_algorithm(name: str, train: Callable[[Run], None], argv: Sequence[str] |
 
 def begin(run: Run) -> range:
     """Evaluates if nothing is trained yet; returns the iterations still to do."""
+    run.tracker.say(describe(run))
     if run.state.iteration == 0:
         check_best_metric(run, evaluate(run, "val", 0))
         evaluate(run, "test", 0)
-    run.clock.take()
+    run.clock.take(), run.resources.take(run.sampler.envs.worker_pids, 1.0)
     return range(run.state.iteration + 1, run.config.train_evaluation.n_iters + 1)
+
+
+def describe(run: Run) -> str:
+    """What is about to run, on a line."""
+    n_weights = sum(p.numel() for group in run.optimizer.param_groups for p in group["params"])
+    sizes = " / ".join(f"{len(samples):,}" for samples in run.sampler.envs.samples.values())
+    names = " / ".join(run.sampler.envs.samples)
+    return f"{algorithm_name(run.config)}: {n_weights:,} weights to train, {sizes} samples ({names}), in {run.folder}"
 
 
 def end_iteration(run: Run, iteration: int, stats: dict[str, float]) -> None:

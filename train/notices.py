@@ -30,6 +30,15 @@ def notices(config: Config, policy: LanguageModel) -> list[str]:
             f"alg.policy.args.min_tokens_to_keep ({args.min_tokens_to_keep}) is not below top_k ({top_k}): the mask "
             "excludes nothing that top_k does not, unless the mask policy has moved away from the policy"
         )
+    if isinstance(config.alg, NLPOAlg) and args.mask_type != "topk":
+        interval, n_iters = args.target_update_iterations, config.train_evaluation.n_iters
+        if 0 < n_iters <= interval:
+            found.append(
+                f"alg.policy.args.target_update_iterations ({interval}) is not below n_iters ({n_iters}): the mask "
+                "policy stays what the policy was at the start"
+            )
+    if isinstance(config.alg, NLPOAlg) and args.mask_type != "learned_top_p" and args.top_mask == 1:
+        found.append(f"a mask of {args.mask_type} with top_mask 1 holds one token beside EOS: little is left to choose")
     return found
 
 

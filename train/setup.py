@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from algorithms import adapters
 from algorithms.models import load_actor_critic, load_language_model, load_reference, parameter_groups
@@ -85,6 +86,7 @@ class Run:
 def start(config: Config) -> Iterator[Run]:
     """A run, fresh or resumed; closes workers and trackers in any case. Raises ValueError for parts that do not fit."""
     reuse_freed_memory()
+    disable_progress_bar()  # of transformers, which shows the loading of each small model
     folder = run_folder(config)
     ranks = Ranks(timeout_s=config.distributed.timeout_s, trackers=config.tracking.trackers, logging_dir=str(folder))
     with contextlib.ExitStack() as stack:

@@ -24,6 +24,7 @@ causal model takes. The run folder gets
 import contextlib
 import difflib
 import os
+import sys
 from dataclasses import fields, replace
 
 import torch
@@ -82,6 +83,7 @@ def training_arguments(config: Config) -> TrainingArguments:
         "save_strategy": "steps" if "save_steps" in given else "epoch",
         "save_total_limit": config.train_evaluation.keep_last,
         "seed": 0,
+        "disable_tqdm": not sys.stderr.isatty(),
         "ddp_timeout": int(config.distributed.timeout_s),
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
@@ -161,7 +163,7 @@ def train(config: Config) -> None:
 
 
 def main() -> None:
-    train(load_config())
+    train(load_config(algorithm="supervised"))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ optimizer steps (seed {trainer.args.seed}, {ranks.world_size} process(es)).
 
 Command, in the folder {Path.cwd()}:
 
-    {command("supervised", ranks.world_size)}
+    {command("supervised")}
 
 The full configuration is in the run's config.json.
 

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from algorithms import adapters
 from algorithms.lora import lora_layers
@@ -135,4 +135,5 @@ def make_trainer(args: TrainingArguments, model: LanguageModel, tokenizer: Any, 
         compute_metrics=metrics,
     )
     trainer.policy = model
+    trainer.remove_callback(PrinterCallback)  # we say what there is to say
     return trainer

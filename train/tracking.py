@@ -181,7 +181,7 @@ class Tracker:
         shown = {"reward": values["rollout/reward"], "kl": values["kl/ref"], "tokens/s": values["perf/tokens_per_s"]}
         text = {name: f"{value:.0f}" if name == "tokens/s" else f"{value:.3f}" for name, value in shown.items()}
         if self.bar is not None:
-            self.bar.set_postfix(text)
+            self.bar.set_postfix(text, refresh=False)
             self.bar.update(1)
             return
         per_iteration = (time.perf_counter() - self.started) / (iteration - self.first)
@@ -222,6 +222,7 @@ class Tracker:
         """Ends the progress bar."""
         if self.bar is not None:
             self.bar.close()
+            self.bar = None
 
 
 def results_table(folder: Path, split: str = "test") -> str:
@@ -235,4 +236,4 @@ def results_table(folder: Path, split: str = "test") -> str:
         table.add_row(name, *("-" if value is None else f"{value:.4f}" for value in (before, after)))
     console = Console(width=100, file=io.StringIO())
     console.print(table)
-    return console.file.getvalue()
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"

@@ -253,6 +253,10 @@ def test_anchors_and_merges_are_understood(tmp_path: Path) -> None:
         (["--alg.args.dual_clip=1"], "alg.args.dual_clip: expected float > 1 or null, got 1."),
         (["--alg.policy.args.lora.target_modules=attention"], "target_modules: expected list or all-linear"),
         (["--reward_fn.clip=0"], "reward_fn.clip: expected float > 0 or null, got 0."),
+        (
+            ["--alg.id=a2c", "--alg.args.n_epochs=2"],
+            "alg.args.n_epochs: unknown key; only another alg.id has it; known",
+        ),
         (["--env.n_workers=2"], "env: n_workers (2) must not exceed n_envs (1)"),
         (["--train_evaluation.generation_kwargs={post_processing_fn: {id: a}}"], "post_processing_fn is not available"),
         (["--train_evaluation.generation_kwargs={min_length: 1, min_new_tokens: 2}"], "mean the same"),

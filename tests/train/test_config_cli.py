@@ -128,5 +128,18 @@ def test_help_lists_every_key_with_type_default_and_text(option: str, capsys: py
     for key in keys(Config):
         assert f"--{key.path}  ({key.kind}; {key.default})" in text
     assert "--alg.args.gamma  (float > 0 and <= 1; default 0.99)\n      Discount per token." in text
-    assert "alg with id supervised:" in text and "run.config_path" not in text
+    assert "alg with id supervised:" in text and "SCRIPT --config FILE" in text and "run.config_path" not in text
     assert max(map(len, text.splitlines())) < 160
+
+
+def test_help_of_a_script_is_of_its_own_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for algorithm in ("grpo", "a2c"):
+        with pytest.raises(SystemExit):
+            load_config(["--help"], algorithm)
+        shown[algorithm] = capsys.readouterr().out
+        assert f"python -m train.{algorithm} --config FILE" in shown[algorithm]
+        assert "--alg.args.n_steps " in shown[algorithm] and "--env.n_envs " in shown[algorithm]
+    assert "--alg.args.clip_range " in shown["grpo"] and "--alg.args.clip_range " not in shown["a2c"]
+    assert "--alg.args.gae_lambda  (float >= 0 and <= 1; default 1.0)" in shown["a2c"]
+    assert "--alg.args.gae_lambda " not in shown["grpo"]

@@ -151,4 +151,4 @@ def test_min_tokens_that_make_the_mask_inert_are_said(
     assert "min_tokens_to_keep (5) is not below top_k (5)" in capsys.readouterr().out
     with small_run(tmp_path, models(), **options, alg__policy__args__min_tokens_to_keep=4):
         pass
-    assert "note" not in capsys.readouterr().out
+    assert "min_tokens_to_keep" not in capsys.readouterr().out
