@@ -153,7 +153,7 @@ def causal_config(
 def seq2seq_config(
     family: str, *, layers: int, hidden: int, heads: int, positions: int, **common: Any
 ) -> PreTrainedConfig:
-    """`layers` in the encoder and as many in the decoder. No first or last token is forced, as BART has it."""
+    """`layers` in the encoder and as many in the decoder. None forces a first or a last token."""
     from transformers import BartConfig, BlenderbotConfig, T5Config
 
     if family == "t5":
