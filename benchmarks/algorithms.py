@@ -142,14 +142,12 @@ def read_one(job: tuple[str, str, int], out: Path) -> dict[str, Any]:
     for row in rows:
         tokens += row["rollout/tokens"]
         curve.append((tokens, row["rollout/reward"], row["kl/ref"]))
-    spent = sum(row["perf/seconds_working"] for row in rows)
     return {
         "curve": curve,
         "before": val[0]["metrics"][TASKS[task].metric],
         "after": val[-1]["metrics"][TASKS[task].metric],
         "text": val[-1]["metrics"].get(TASKS[task].text, float("nan")),
         "kl": statistics.fmean(point[2] for point in curve[-max(1, len(curve) // 10) :]),
-        "speed": tokens / spent,
     }
 
 
@@ -206,13 +204,15 @@ def table(found: dict[tuple[str, str, int], dict[str, Any]]) -> str:
         if not any(groups.values()):
             continue
         lines += [f"**{spec.title}** ({spec.n_tokens:,} tokens a run)", ""]
-        lines += [f"| | val reward before | after | KL at the end | {spec.text.rpartition('/')[2]} | tokens/s |"]
-        lines += ["|---|---|---|---|---|---|"]
+        lines += [
+            f"| | reward before | after | KL at the end | {spec.text.rpartition('/')[2]} |",
+            "|---|---|---|---|---|",
+        ]
         for algorithm, results in groups.items():
             if results:
-                columns = [[r[name] for r in results] for name in ("before", "after", "kl", "text", "speed")]
-                cells = [f"{statistics.fmean(c):.2f} ± {statistics.pstdev(c):.2f}" for c in columns[:4]]
-                lines.append(f"| {NAMES[algorithm]} | {' | '.join(cells)} | {statistics.fmean(columns[4]):,.0f} |")
+                columns = [[r[name] for r in results] for name in ("before", "after", "kl", "text")]
+                cells = [f"{statistics.fmean(c):.2f} ± {statistics.pstdev(c):.2f}" for c in columns]
+                lines.append(f"| {NAMES[algorithm]} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 
