@@ -3,12 +3,13 @@
     OMP_NUM_THREADS=1 python -m benchmarks.algorithms --jobs 2
 
 numbers: counting upwards, a random GPT-2 of two small layers (made here). reviews: positive film reviews, from the warm
-start of the quick start (`make quickstart` makes it). Each run is one of configs/, with another seed; a run that is
-there already is not repeated. Writes curves.csv, table.md and a picture per task to benchmarks/results/algorithms.
+start of the quick start (`make quickstart` makes it). Each run is one of configs/, with another seed; it is not
+repeated if it is there already with the same configuration. Writes curves.csv, table.md and a picture per task.
 """
 
 import argparse
 import csv
+import json
 import os
 import statistics
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from tools.run_files import read_jsonl
+from train.config import load_config
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "algorithms"
@@ -35,21 +37,8 @@ NAMES = {
     "reinforce_plus_plus": "REINFORCE++",
 }
 # Distinguishable without colour vision (Okabe and Ito), and by their lines.
-STYLES = dict(
-    zip(
-        NAMES,
-        (
-            ("#0072B2", "-"),
-            ("#56B4E9", "--"),
-            ("#D55E00", "-"),
-            ("#E69F00", "--"),
-            ("#009E73", "-"),
-            ("#CC79A7", "--"),
-            ("#000000", ":"),
-        ),
-        strict=True,
-    )
-)
+COLORS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#000000")
+STYLES = dict(zip(NAMES, zip(COLORS, ("-", "--", "-", "--", "-", "--", ":"), strict=True), strict=True))
 
 
 @dataclass(frozen=True)
@@ -64,19 +53,10 @@ class Task:
 
 
 TASKS = {
-    "numbers": Task(
-        "Counting upwards, from a random model",
-        "longest rising run, share of 20",
-        128_000,
-        "reward",
-        "length",
-    ),
+    "numbers": Task("Counting upwards, from a random model", "rising start, share of 20", 128_000, "reward", "length"),
     "reviews": Task(
         "Positive film reviews, from the warm start",
-        "probability of positive",
-        30_720,
-        "reward",
-        "diversity_metrics/distinct-2",
+        *("probability of positive", 30_720, "reward", "diversity_metrics/distinct-2"),
     ),
 }
 
@@ -93,10 +73,8 @@ def script_of(algorithm: str) -> str:
 
 def command(task: str, algorithm: str, seed: int, out: Path) -> list[str]:
     """The run as a command line: its configuration, and as many iterations as the task's tokens allow."""
-    import yaml
-
-    config = yaml.safe_load(config_of(task, algorithm).read_text())
-    per_iteration = config["env"]["n_envs"] * config["alg"]["args"]["n_steps"]
+    config = load_config(["--config", str(config_of(task, algorithm))])
+    per_iteration = config.env.n_envs * config.alg.args.n_steps
     options = {
         "alg.args.seed": seed,
         "train_evaluation.n_iters": TASKS[task].n_tokens // per_iteration,
@@ -123,13 +101,22 @@ def prepare(task: str) -> None:
         raise SystemExit("reviews need the warm start of the quick start: make quickstart, or its first two steps")
 
 
+def is_done(folder: Path, words: list[str]) -> bool:
+    """Whether `folder` holds a finished run of this command line, with the configuration as it is now."""
+    if not (folder / "model" / "README.md").is_file():
+        return False
+    saved = json.loads((folder / "config.json").read_text())
+    return bool(saved == load_config(words[3:]).to_dict())
+
+
 def run_one(job: tuple[str, str, int], out: Path) -> str | None:
     """Runs a job unless it is done; what it said if it failed."""
     task, algorithm, seed = job
-    if (out / task / f"{algorithm}_{seed}" / "model" / "README.md").is_file():
+    words = command(task, algorithm, seed, out)
+    if is_done(out / task / f"{algorithm}_{seed}", words):
         return None
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command(task, algorithm, seed, out), cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     return None if done.returncode == 0 else f"{task} {algorithm} seed {seed}:\n{done.stderr[-2000:]}"
 
 
@@ -148,7 +135,13 @@ def read_one(job: tuple[str, str, int], out: Path) -> dict[str, Any]:
         "after": val[-1]["metrics"][TASKS[task].metric],
         "text": val[-1]["metrics"].get(TASKS[task].text, float("nan")),
         "kl": statistics.fmean(point[2] for point in curve[-max(1, len(curve) // 10) :]),
+        "speed": tokens / sum(map(cpu_seconds, rows)),
     }
+
+
+def cpu_seconds(row: dict[str, Any]) -> float:
+    """Of an iteration without its evaluation, the workers' included."""
+    return float(row["perf/seconds_working"] * (row["perf/rank_cpu_cores"] + row["perf/workers_cpu_cores"]))
 
 
 def bins(curve: list[tuple[float, float, float]], column: int, n: int = 50) -> list[tuple[float, float]]:
@@ -171,12 +164,10 @@ def draw(task: str, found: dict[tuple[str, str, int], dict[str, Any]], out: Path
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(13, 5), dpi=110)
-    for ax, column, unit in (
-        (axes[0], 1, f"reward: {TASKS[task].unit}"),
-        (axes[1], 2, "KL to the start, nats per token"),
-    ):
+    units = (f"reward: {TASKS[task].unit}", "KL to the start, nats per token")
+    for column, (ax, unit) in enumerate(zip(axes, units, strict=True), 1):
         for algorithm, (color, style) in STYLES.items():
-            lines = [bins(r["curve"], column) for job, r in found.items() if job[:2] == (task, algorithm)]
+            lines = [bins(r["curve"], column, 25) for job, r in found.items() if job[:2] == (task, algorithm)]
             if not lines:
                 continue
             n = min(map(len, lines))
@@ -191,7 +182,7 @@ def draw(task: str, found: dict[tuple[str, str, int], dict[str, Any]], out: Path
         ax.spines[["top", "right"]].set_visible(False)
     axes[1].legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.suptitle(TASKS[task].title, fontweight="bold", x=0.06, ha="left")
-    figure.tight_layout()
+    figure.tight_layout(w_pad=3)
     figure.savefig(out / f"{task}.png")
     plt.close(figure)
 
@@ -204,15 +195,14 @@ def table(found: dict[tuple[str, str, int], dict[str, Any]]) -> str:
         if not any(groups.values()):
             continue
         lines += [f"**{spec.title}** ({spec.n_tokens:,} tokens a run)", ""]
-        lines += [
-            f"| | reward before | after | KL at the end | {spec.text.rpartition('/')[2]} |",
-            "|---|---|---|---|---|",
-        ]
+        text = spec.text.rpartition("/")[2]
+        lines += [f"| | reward before | after | KL at the end | {text} | tokens per CPU-second |", "|---" * 6 + "|"]
         for algorithm, results in groups.items():
             if results:
                 columns = [[r[name] for r in results] for name in ("before", "after", "kl", "text")]
                 cells = [f"{statistics.fmean(c):.2f} ± {statistics.pstdev(c):.2f}" for c in columns]
-                lines.append(f"| {NAMES[algorithm]} | {' | '.join(cells)} |")
+                speed = statistics.fmean(r["speed"] for r in results)
+                lines.append(f"| {NAMES[algorithm]} | {' | '.join(cells)} | {speed:.0f} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -245,6 +235,8 @@ def main(argv: list[str] | None = None) -> None:
         draw(task, found, args.out)
     (args.out / "table.md").write_text(table(found))
     print(table(found))
+    if any(faults):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from dataclasses import fields, replace
 
 import torch
 from transformers import Trainer, TrainingArguments, set_seed
+from transformers.utils.logging import disable_progress_bar
 
 from envs.samples import SampleFile
 from train import checkpoint
@@ -139,6 +140,7 @@ def build(
 def train(config: Config) -> None:
     """One supervised run. Raises ValueError for a configuration or data that do not fit."""
     expect_algorithm(config.alg.id, "supervised")
+    disable_progress_bar()  # of transformers, which shows the loading of each small model
     folder = run_folder(config)
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(folder / "tensorboard")  # for a report_to in training_args
     with contextlib.ExitStack() as stack:

@@ -50,6 +50,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
             row = {"epoch": round(state.epoch or 0, 3), "iteration": state.global_step, **values}
             append_line(self.evaluation.tracker.folder / "training_info.jsonl", row)
             self.evaluation.ranks.accelerator.log(values, step=state.global_step)
+            if args.disable_tqdm:
+                print(f"step {state.global_step}/{state.max_steps}  loss {float(logs['loss']):.3f}", flush=True)
 
 
 class EvaluateAtStart(TrainerCallback):  # type: ignore[misc]
