@@ -94,8 +94,8 @@ class A2CArgs(CriticArgs):
     learning_rate: NonNegative = 7e-4
     """Learning rate of the policy."""
     use_rms_prop: bool = True
-    """RMSprop (alpha 0.99) as optimizer, if alg.policy.args.optimizer_class is null; else AdamW. RMSprop does not correct
-    its first averages, so its first steps are ten times as long as the learning rate: warmup_iterations helps."""
+    """RMSprop (alpha 0.99) as optimizer, if alg.policy.args.optimizer_class is null; else AdamW. RMSprop does not
+    correct its first averages, so its first steps are ten times as long as the learning rate: warm up."""
     rms_prop_eps: Positive = 1e-5
     """Epsilon of RMSprop."""
 
