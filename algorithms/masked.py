@@ -15,11 +15,6 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0).sum()
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `x` where `mask` is True; 0 for an empty mask."""
-    return masked_sum(x, mask) / mask.sum().clamp(min=1)
-
-
 def moments(x: Tensor, mask: Tensor) -> Tensor:
     """(sum, sum of squares, count) of the masked values as float64 [3].
 

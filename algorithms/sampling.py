@@ -194,6 +194,10 @@ def choose(
         allowed = allowed_tokens(logits, step, spec, eos_token_ids, mask)
         logits = logits.masked_fill(~allowed, -torch.inf)
     token = invert_cdf(logits, uniforms, spec.temperature) if spec.do_sample else logits.argmax(1)
+    if allowed is not None:
+        outside = ~allowed.gather(1, token[:, None]).squeeze(1)
+        # NaN logits give any token; scoring says which sample they are of.
+        assert not outside.any() or logits[outside].isnan().any(1).all(), "a token outside of the action mask"
     return token, allowed
 
 

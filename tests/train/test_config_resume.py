@@ -50,4 +50,5 @@ def test_keys_that_are_free_on_resume_exist() -> None:
     for path in FREE_ON_RESUME:
         node = tree
         for key in path.rstrip(".").split("."):
+            assert key in node, path
             node = node[key]
