@@ -18,7 +18,7 @@ from envs.streams import generator, uniforms
 from train.config_loader import unknown
 from train.config_sections import TrainEvaluation
 from train.distributed import Ranks
-from train.generation import OWN_KEYS, check_generation_kwargs
+from train.generation import OWN_KEYS
 from train.predictions import Row, episode_fields, measure, prediction
 from train.rollout import Sampler
 from train.setup import Run
@@ -149,7 +149,6 @@ def generate(
     """
     kwargs, spec, mask_model = it.spec.generation_kwargs, it.sampler.spec, it.mask_model
     if kwargs is not None:
-        check_generation_kwargs(kwargs)
         if not kwargs.keys() <= OWN_KEYS:
             return _generate_with_transformers(it, kwargs, split, indices, prompt_ids, prompt_mask)
         given = {name: value for name, value in kwargs.items() if value is not None}
