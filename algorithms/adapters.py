@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from algorithms.lora import (
     TRAINED,
     LoraSpec,
+    Put,
     adapter_weights,
     copy_into,
     freeze_copy,
@@ -29,6 +30,7 @@ from algorithms.lora import (
     lora_layers,
     merge,
     merged_state,
+    put_whole,
     target_names,
     trained_config,
     using,
@@ -173,7 +175,7 @@ def save_pretrained(
     state: the state dict of policy.lm, where it is in parts that this process does not have.
     """
     if not lora_layers(policy):
-        policy.save_pretrained(folder)
+        policy.save_pretrained(folder, state)
         return
     own = policy.lm.state_dict() if state is None else state
     names = {name: f"{name.removesuffix('.weight')}.{TRAINED}.weight" for name in adapter_weights(policy.lm)}
@@ -200,6 +202,15 @@ def save_merged(
         lm.config = ours
 
 
+Whole = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+"""whole(named): the whole tensors of weights and buffers, also of those that are in parts."""
+
+
+def plain(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that are whole already, without their gradients."""
+    return {name: value.detach().contiguous() for name, value in named.items()}
+
+
 def _changing(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint has to hold, by name: weights that share memory once, and buffers."""
     weights = dict(model.named_parameters())
@@ -210,12 +221,20 @@ def _changing(model: nn.Module) -> dict[str, Tensor]:
     return {**(trained or adapters or weights), **buffers}
 
 
-def trainable_state(model: nn.Module) -> dict[str, Tensor]:
+def trainable_state(model: nn.Module, whole: Whole = plain) -> dict[str, Tensor]:
     """The weights that training changes, and buffers. Of a model with none to train (NLPO's mask policy, which follows
     the policy) the adapter, or everything if it has no adapter."""
-    return {name: value.detach().contiguous() for name, value in _changing(model).items()}
+    return whole(_changing(model))
 
 
-def load_trainable_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def lm_state(policy: LanguageModel, whole: Whole = plain) -> dict[str, Tensor]:
+    """The state dict of policy.lm, for `save_pretrained` and `save_merged`: weights that it holds twice stay one."""
+    named = policy.lm.state_dict(keep_vars=True)
+    first = {id(value): name for name, value in reversed(named.items())}
+    state = whole({name: value for name, value in named.items() if first[id(value)] == name})
+    return {name: state[first[id(value)]] for name, value in named.items()} if state else {}
+
+
+def load_trainable_state(model: nn.Module, state: Mapping[str, Tensor], put: Put = put_whole) -> None:
     """Puts a `trainable_state` back. Raises ValueError, with nothing changed, if it is not one of such a model."""
-    copy_into(_changing(model), state, f"the weights do not fit {type(model).__name__}")
+    copy_into(_changing(model), state, f"the weights do not fit {type(model).__name__}", put)

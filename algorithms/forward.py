@@ -1,4 +1,4 @@
-"""From tokens to states to logits: teacher-forced forwards of causal models and of encoder-decoders."""
+"""From tokens to states to logits and values: teacher-forced forwards of causal models and of encoder-decoders."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
@@ -30,6 +30,21 @@ class Head:
         return logits if self.bias is None else logits + getattr(lm, self.bias)
 
 
+class ValueHead(nn.Linear):
+    """From states [..., H] to values [..., 1], in float32 even where an engine has cast its weight with all others.
+
+    Its weight starts at zero.
+    """
+
+    def __init__(self, state_size: int, device: torch.device) -> None:
+        super().__init__(state_size, 1, bias=False, dtype=torch.float32, device=device)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        with torch.autocast(states.device.type, enabled=False):
+            return nn.functional.linear(states.float(), self.weight.float())
+
+
 @contextmanager
 def same_attention_kernel() -> Iterator[None]:
     """Scaled dot-product attention without the kernels that give no gradient to a bias.
@@ -40,6 +55,21 @@ def same_attention_kernel() -> Iterator[None]:
     efficient = [SDPBackend.EFFICIENT_ATTENTION] if torch.backends.cuda.mem_efficient_sdp_enabled() else []
     with sdpa_kernel([*efficient, SDPBackend.MATH]):
         yield
+
+
+def start_token(lm: PreTrainedModel, given: int | None, vocab_size: int) -> int | None:
+    """What a decoder reads before the first token of a response; None for a causal model."""
+    if not lm.config.is_encoder_decoder:
+        return None
+    token = getattr(lm.config, "decoder_start_token_id", None) if given is None else given
+    if token is None:
+        raise ValueError(
+            f"{type(lm).__name__} has no decoder_start_token_id in its config.json: set env.args.context_start_token "
+            "to the id of the token that its decoder reads first"
+        )
+    if not 0 <= token < vocab_size:
+        raise ValueError(f"decoder start token {token} is outside the model's vocabulary of {vocab_size}")
+    return int(token)
 
 
 def decoder_inputs(ids: Tensor) -> Inputs:

@@ -69,13 +69,15 @@ def token_logprobs(
     temperature: float,
     mask: Callable[[slice], Tensor] | None,
     chunk: int,
+    calls: int = 1,
     unrestricted: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logprobs, entropies, raw logprobs), float32 [N], of tokens `ids` [N] that follow the hidden `states` [N, H].
 
     `head` maps states to logits; `mask(rows)` gives the allowed tokens of a slice of rows as bool [n, V]. The raw ones
     are without the mask, and computed only if `unrestricted`. At most `chunk` rows of logits exist at a time: with
-    several chunks each is computed again in the backward pass.
+    several chunks each is computed again in the backward pass. There are at least `calls` of them (1 or more), the last
+    ones empty: a head whose weight lies in parts on the ranks has to be called equally often on each.
     """
 
     def part(rows: slice, some_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,15 +89,12 @@ def token_logprobs(
             raw, _ = selective_log_softmax(logits, some_ids, temperature=temperature)
         return logp, entropy, raw
 
-    pieces = [slice(start, start + chunk) for start in range(0, len(states), chunk)]
+    pieces = [slice(i * chunk, (i + 1) * chunk) for i in range(max(calls, -(-len(states) // chunk)))]
     if len(pieces) > 1 and torch.is_grad_enabled():
         # There is no randomness to preserve.
         again = partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False)
         results = [again(rows, states[rows]) for rows in pieces]
     else:
         results = [part(rows, states[rows]) for rows in pieces]
-    if not results:
-        empty = head(states).float().sum(1)  # no token counts here, yet every parameter must take part (DDP, ZeRO)
-        return empty, empty, empty
     logp, entropy, raw = (torch.cat(parts) for parts in zip(*results, strict=True))
     return logp, entropy, raw

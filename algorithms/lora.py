@@ -7,7 +7,7 @@ frozen. One adapter is trained; others are frozen copies of it, each of which ca
 import copy
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -85,18 +85,28 @@ def adapter_weights(model: nn.Module, adapter: str = TRAINED) -> dict[str, nn.Pa
     return {name_of_it.sub("", name): weight for name, weight in found.items()}
 
 
+Put = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+"""put(targets, state): copies whole tensors into those of the same names, also where those are in parts."""
+
+
 @torch.no_grad()
-def copy_into(targets: Mapping[str, Tensor], state: Mapping[str, Tensor], fault: str) -> None:
+def put_whole(targets: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copies tensors into those of the same names."""
+    for name, target in targets.items():
+        target.copy_(state[name])
+
+
+def copy_into(targets: Mapping[str, Tensor], state: Mapping[str, Tensor], fault: str, put: Put = put_whole) -> None:
     """Copies tensors of the same names and shapes. Raises ValueError that begins with `fault` if they are not."""
+    shapes = {name: getattr(target, "ds_shape", target.shape) for name, target in targets.items()}  # DeepSpeed's parts
     named = [
         ("missing", sorted(targets.keys() - state.keys())),
         ("unknown", sorted(state.keys() - targets.keys())),
-        ("of another shape", [n for n in targets if n in state and targets[n].shape != state[n].shape]),
+        ("of another shape", [n for n in targets if n in state and shapes[n] != state[n].shape]),
     ]
     if problems := [f"{len(names)} {kind}, as {names[0]}" for kind, names in named if names]:
         raise ValueError(f"{fault}: {'; '.join(problems)}")
-    for name, target in targets.items():
-        target.copy_(state[name])
+    put(targets, state)
 
 
 def merged_state(lm: PreTrainedModel, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from algorithms.forward import Inputs, decoder_inputs, same_attention_kernel, states_and_logits, trunk_states
+from algorithms.forward import (
+    Inputs,
+    ValueHead,
+    decoder_inputs,
+    same_attention_kernel,
+    start_token,
+    states_and_logits,
+    trunk_states,
+)
 from algorithms.logprobs import token_logprobs
 from algorithms.packing import unpack_mask
 from algorithms.padding import join, positions, takes_position_ids, to_right
@@ -43,6 +51,9 @@ class LanguageModel(nn.Module):
     the head runs on counted response positions only, a chunk at a time. Families whose head does more than `Head`
     (soft-capping) are found by comparing once and take the slower path through the model's own forward.
 
+    agree: from a number of this process, such as its calls of the head, to the one that all ranks take: the largest of
+    all where ranks hold parts of the weights and so have to go in step. As it is made, each goes alone.
+
     start_token_id: what the decoder of a sequence-to-sequence model reads first; None for a causal model. It is
     `decoder_start_token_id`, or else that of the model's config; ValueError where both lack it.
     """
@@ -68,6 +79,7 @@ class LanguageModel(nn.Module):
         own_size = lm.config.get_text_config(decoder=True).hidden_size  # not that of OPT-350m's states
         self.state_size: int = own_size if self.head is None else weight.shape[1]
         self.logits_chunk_bytes = logits_chunk_mb * 2**20
+        self.agree: Callable[[int], int] = int
 
     def inputs(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> Inputs:
         """Arguments for a forward of this model, or of its critic, whose last T+1 states are those of a response.
@@ -120,25 +132,30 @@ class LanguageModel(nn.Module):
         states, rows, head = self.run(prompt_ids, prompt_mask, response_ids)
         counted = response_mask.nonzero(as_tuple=True)
         packed = None if action_mask is None else action_mask[counted]
+        chunk = self.chunk_rows()
         results = token_logprobs(
             rows[:, :-1][counted],
             response_ids[counted],
             head,
             temperature=temperature,
             mask=None if packed is None else lambda part: unpack_mask(packed[part], self.vocab_size),
-            chunk=self.chunk_rows(),
+            chunk=chunk,
+            calls=self.agree(max(1, -(-len(counted[0]) // chunk))),
             unrestricted=unrestricted,
         )
         blank = torch.zeros(response_ids.shape, dtype=torch.float32, device=response_ids.device)
         logp, entropy, raw = (blank.index_put(counted, x) for x in results)
         return Scores(logprobs=logp, entropy=entropy, raw_logprobs=raw, states=states)
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the model for `from_pretrained`, with the dropout rates that its config had."""
+    def save_pretrained(self, folder: str | os.PathLike[str], state: Mapping[str, Tensor] | None = None) -> None:
+        """Writes the model for `from_pretrained`, with the dropout rates that its config had.
+
+        state: the state dict of `lm`, where it is in parts that this process does not have.
+        """
         assert not hasattr(self.lm, "peft_config"), "algorithms.adapters.save_pretrained writes adapters"
         ours, self.lm.config = self.lm.config, self.original_config
         try:
-            self.lm.save_pretrained(folder)
+            self.lm.save_pretrained(folder, state_dict=None if state is None else dict(state))
         finally:
             self.lm.config = ours
 
@@ -164,11 +181,9 @@ class ActorCritic(nn.Module):
         if critic is not None and not values:
             raise ValueError("a critic is given, but values=False: leave out one of them")
         self.policy, self.critic = policy, None if critic is None else freeze_tables(critic)
-        self.value_head: nn.Linear | None = None
+        self.value_head: ValueHead | None = None
         if values:
-            device = policy.lm.get_output_embeddings().weight.device
-            self.value_head = nn.Linear(policy.state_size, 1, bias=False, dtype=torch.float32, device=device)
-            nn.init.zeros_(self.value_head.weight)
+            self.value_head = ValueHead(policy.state_size, policy.lm.get_output_embeddings().weight.device)
 
     def forward(
         self,
@@ -176,9 +191,19 @@ class ActorCritic(nn.Module):
         prompt_mask: Tensor,
         response_ids: Tensor,
         response_mask: Tensor,
+        *,
+        critic_only: bool = False,
         **sampling: Any,
     ) -> Scores:
-        """One forward of policy and critic over given responses; arguments as in `LanguageModel.forward`."""
+        """One forward of policy and critic over given responses; arguments as in `LanguageModel.forward`.
+
+        critic_only: nothing but values, the rest holds 0; of a trunk shared with the policy only the value head gets a
+        gradient. The way of a critic that is trained alone, since an engine works when it is called.
+        """
+        if critic_only:
+            blank = torch.zeros(response_ids.shape, dtype=torch.float32, device=response_ids.device)
+            values = self.values(prompt_ids, prompt_mask, response_ids)
+            return Scores(logprobs=blank, entropy=blank, raw_logprobs=blank, values=values)
         scores: Scores = self.policy(prompt_ids, prompt_mask, response_ids, response_mask, **sampling)
         states, scores.states = scores.states, None
         if self.critic is not None:
@@ -205,8 +230,7 @@ class ActorCritic(nn.Module):
     def value_of(self, states: Tensor) -> Tensor:
         """Values of hidden states, float32 [...] from [..., H], in whatever precision the trunk works."""
         assert self.value_head is not None
-        with torch.autocast(states.device.type, enabled=False):
-            values: Tensor = self.value_head(states.float()).squeeze(-1)
+        values: Tensor = self.value_head(states).squeeze(-1)
         return values
 
     @contextlib.contextmanager
@@ -225,18 +249,3 @@ def freeze_tables(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, nn.Embedding) and "Sinusoidal" in type(module).__name__:
             module.requires_grad_(False)
     return model
-
-
-def start_token(lm: PreTrainedModel, given: int | None, vocab_size: int) -> int | None:
-    """What a decoder reads before the first token of a response; None for a causal model."""
-    if not lm.config.is_encoder_decoder:
-        return None
-    token = getattr(lm.config, "decoder_start_token_id", None) if given is None else given
-    if token is None:
-        raise ValueError(
-            f"{type(lm).__name__} has no decoder_start_token_id in its config.json: set env.args.context_start_token "
-            "to the id of the token that its decoder reads first"
-        )
-    if not 0 <= token < vocab_size:
-        raise ValueError(f"decoder start token {token} is outside the model's vocabulary of {vocab_size}")
-    return int(token)

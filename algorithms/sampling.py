@@ -4,6 +4,7 @@ Random numbers come in as uniforms, one per sequence and token, and are turned i
 distribution: who draws them decides what is reproducible, and nothing here has a state.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -139,12 +140,15 @@ def sample_responses(
     stop_on_eos: bool = True,
     pad_token_id: int,
     mask_model: LanguageModel | None = None,
+    going_on: Callable[[bool], bool] = bool,
 ) -> Responses:
     """Sample one response per prompt, with a key-value cache. `mask_model`: NLPO's mask policy, if spec.mask needs one.
 
     prompt_ids, prompt_mask: [B, P] left-padded; uniforms: [B, T] in [0, 1), T = spec.max_new_tokens.
     A response ends with its first EOS, which it includes (only where `stop_on_eos`), or after T tokens.
     Finished rows leave the batch, so the cost follows the tokens that are really sampled.
+    `going_on(a row is unfinished)` says after each step whether another follows: where ranks have to go in step, as
+    long as any rank has an unfinished row. Those that are done go on with one row, whose tokens are thrown away.
     """
     batch, device = len(prompt_ids), prompt_ids.device
     ids = torch.full((batch, spec.max_new_tokens), pad_token_id, device=device)
@@ -170,18 +174,19 @@ def sample_responses(
         lengths[rows[alive]] += 1
         alive &= ~torch.isin(token, stop)
         living = int(alive.sum())
-        if living == 0:
+        if not going_on(living > 0):
             break
-        if living <= 0.75 * len(rows) and all(decoding.can_drop for decoding in decodings):
-            keep = alive.nonzero().squeeze(1)
+        if max(living, 1) <= 0.75 * len(rows) and all(decoding.can_drop for decoding in decodings):
+            keep = alive.nonzero().squeeze(1) if living else torch.zeros_like(rows[:1])
             for decoding in decodings:
                 decoding.keep(keep)
             rows, token, alive = rows[keep], token[keep], alive[keep]
+    taken = int(lengths.max())  # later steps were those of other ranks
     return Responses(
         ids=ids,
         lengths=lengths,
-        action_mask=_stack_steps(packed, spec, 255) if packed else None,
-        mask_statistics=_stack_steps(stats, spec, 0.0) if stats else None,
+        action_mask=_stack_steps(packed[:taken], spec, 255) if packed else None,
+        mask_statistics=_stack_steps(stats[:taken], spec, 0.0) if stats else None,
     )
 
 

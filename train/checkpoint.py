@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def save(
     state: State,
     *,
     models: Mapping[str, torch.nn.Module],
-    optimizer: Any,
+    wrapped: tuple[Any, Any],
     sampler: Any,
     config: Mapping[str, Any],
     data: str,
@@ -64,17 +64,49 @@ def save(
 ) -> None:
     """Writes checkpoint_{iteration} aside, flushes it to disk, renames it; then removes old ones.
 
-    models: {name: module}, each in a file of its own. Every rank calls it; rank 0 writes. Raises OSError (disk full)
-    with earlier checkpoints untouched.
+    models: {name: module}, each in a file of its own, whole under every strategy. wrapped: what `Ranks.prepare` made.
+    Every rank calls it. Raises OSError (disk full) with earlier checkpoints untouched.
     """
+    aside = checkpoints / f".writing_{state.iteration}"
+    described = {"world_size": ranks.world_size, "strategy": ranks.strategy.name, "config": config, "data": data}
+    described |= {"start": start, "torch": torch.__version__, "state": asdict(state)}
+
+    def begin() -> None:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+
+    def write() -> None:
+        for name, whole in states.items():
+            save_file(whole, str(aside / f"{name}.safetensors"))
+        torch.save({"priorities": torch.from_numpy(sampler.state_dict()["priorities"])}, aside / "sampler.pt")
+
+    def end() -> None:
+        (aside / "state.json").write_text(json.dumps(described, indent=1), "utf-8")
+        _publish(aside, folder_of(checkpoints, state.iteration))
+        prune(checkpoints, keep_last, state)
+
+    try:
+        on_main(ranks, begin)
+        states = {name: adapters.trainable_state(model, ranks.strategy.whole) for name, model in models.items()}
+        on_main(ranks, write)
+        states.clear()
+        ranks.strategy.save_optimizer(*wrapped, aside)
+        ranks.barrier()
+        on_main(ranks, end)
+    except BaseException:
+        if ranks.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def on_main(ranks: Ranks, action: Callable[[], None]) -> None:
+    """Does it on the main process; if it fails there, the others, which would wait for ever, fail too."""
     error = None
     if ranks.is_main:
         try:
-            described = {"world_size": ranks.world_size, "config": config, "data": data, "start": start}
-            described["torch"] = torch.__version__
-            _write(checkpoints, state, described, models=models, optimizer=optimizer, sampler=sampler)
-            prune(checkpoints, keep_last, state)
-        except Exception as problem:  # also told to the other ranks, which would wait for ever
+            action()
+        except Exception as problem:
             error = problem
     message = ranks.broadcast(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
@@ -83,29 +115,14 @@ def save(
         raise OSError(f"rank 0 could not save a checkpoint: {message}")
 
 
-def _write(
-    checkpoints: Path, state: State, described: Mapping[str, Any], *, models: Any, optimizer: Any, sampler: Any
-) -> None:
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    aside = checkpoints / f".writing_{state.iteration}"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    try:
-        for name, model in models.items():
-            save_file(adapters.trainable_state(model), str(aside / f"{name}.safetensors"))
-        torch.save(optimizer.state_dict(), aside / "optimizer.pt")
-        torch.save({"priorities": torch.from_numpy(sampler.state_dict()["priorities"])}, aside / "sampler.pt")
-        (aside / "state.json").write_text(json.dumps({"state": asdict(state), **described}, indent=1), "utf-8")
-        for path in (*aside.iterdir(), aside):
-            fsync(path)
-        final = folder_of(checkpoints, state.iteration)
-        if final.exists():  # of the run before it was killed and resumed; renamed, since removing takes longer
-            os.rename(final, checkpoints / f".removing_{state.iteration}")
-        os.rename(aside, final)
-        fsync(checkpoints)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+def _publish(aside: Path, final: Path) -> None:
+    """Renames a folder that is complete, once it is on the disk."""
+    for path in (*aside.rglob("*"), aside):
+        fsync(path)
+    if final.exists():  # of the run before it was killed and resumed; renamed, since removing takes longer
+        os.rename(final, final.with_name(final.name.replace("checkpoint_", ".removing_")))
+    os.rename(aside, final)
+    fsync(final.parent)
 
 
 def prune(checkpoints: Path, keep_last: int, state: State) -> None:
@@ -161,8 +178,15 @@ def check(path: Path, config: Any, ranks: Ranks, data: str | None = None, start:
         raise _damaged(path, error) from error
     if differing := config.differences(described["config"]):
         raise ValueError(f"{path} was written under another configuration; these keys differ: {', '.join(differing)}")
-    if described["world_size"] != ranks.world_size:
-        raise ValueError(f"{path} was written by {described['world_size']} ranks; this run has {ranks.world_size}")
+    for what, theirs, ours in (
+        ("by {} ranks; this run has {}", described["world_size"], ranks.world_size),
+        ("under the strategy {}; this run's is {}", described.get("strategy"), ranks.strategy.name),
+    ):
+        if theirs not in (None, ours):
+            raise ValueError(
+                f"{path} was written {what.format(theirs, ours)}: the optimizer's state cannot be taken over. "
+                f"--init_from {path} (with another tracking.experiment_name) starts from its weights"
+            )
     if data is not None and described["data"] != data:
         raise ValueError(f"{path} was written with other samples: what datapool {config.datapool.id} gives has changed")
     if start is not None and described["start"] != start:
@@ -183,7 +207,7 @@ def load(
     path: Path,
     *,
     models: Mapping[str, torch.nn.Module],
-    optimizer: Any,
+    wrapped: tuple[Any, Any],
     sampler: Any,
     config: Any,
     data: str,
@@ -193,16 +217,18 @@ def load(
     """Puts a checkpoint back into models, optimizer and sampler. Every rank reads. Raises ValueError as `check`."""
     described = check(path, config, ranks, data, start)
     try:
-        _restore(path, models, optimizer, sampler)
+        _restore(path, models, wrapped, sampler, ranks)
         return State(**described["state"])
     except Exception as error:  # whatever a library says about a file that is cut off or overwritten
         raise _damaged(path, error) from error
 
 
-def _restore(path: Path, models: Mapping[str, torch.nn.Module], optimizer: Any, sampler: Any) -> None:
-    # Through the CPU's memory, from where both copy to their devices: a rank's device may be called cpu:0, which the
-    # loading functions do not know.
+def _restore(
+    path: Path, models: Mapping[str, torch.nn.Module], wrapped: tuple[Any, Any], sampler: Any, ranks: Ranks
+) -> None:
+    # Through the CPU's memory, from where it is copied: a rank's device may be called cpu:0, which the loading
+    # functions do not know.
     for name, model in models.items():
-        adapters.load_trainable_state(model, load_file(str(path / f"{name}.safetensors")))
-    optimizer.load_state_dict(torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True))
+        adapters.load_trainable_state(model, load_file(str(path / f"{name}.safetensors")), ranks.strategy.put)
+    ranks.strategy.load_optimizer(*wrapped, path)
     sampler.load_state_dict({"priorities": torch.load(path / "sampler.pt", weights_only=True)["priorities"].numpy()})

@@ -13,6 +13,7 @@ from algorithms.sampling import SamplingSpec
 from envs.sampler import PrioritySampler
 from train.batches import Rollout, micro_batches
 from train.distributed import Ranks
+from train.gathering import generating
 from train.rollout import collect_waves, merge
 from train.setup import Run
 
@@ -43,7 +44,8 @@ def collect(run: Run, iteration: int, credit: Credit = gae_credit) -> Rollout:
     n_tokens = config.alg.args.n_steps * config.env.n_envs
     actor_critic = ranks.unwrap(run.model)
     models = [model for model in (actor_critic.policy, run.mask_model) if model is not None]
-    waves = collect_waves(models, sampler, n_tokens, iteration, ranks, run.clock)
+    with generating(ranks, models, config.generation.gather, run.tracker.say) as going_on:
+        waves = collect_waves(models, sampler, n_tokens, iteration, ranks, run.clock, going_on)
     rollout, counts = merge(
         waves, n_tokens, bootstrap_truncated=config.env.args.bootstrap_truncated, group_size=sampler.group_size
     )
@@ -86,8 +88,10 @@ def score(
     log-probability is not finite.
     """
     results: dict[str, list[Tensor]] = {name: [] for name in ("old_logprobs", "ref_logprobs", "old_values", "kl")}
+    bootstrap = torch.zeros_like(rollout.bootstrap)
     order = micro_batches(rollout.response_mask.sum(1), micro_batch_size)
-    for rows in order:
+    n_together = ranks.agree_max(len(order))
+    for rows in order + order[-1:] * (n_together - len(order)):
         part = rollout.rows(rows)
         inputs = (part.prompt_ids, part.prompt_mask, part.response_ids, part.response_mask)
         own = model(*inputs, temperature=spec.temperature, action_mask=part.action_mask, unrestricted=True)
@@ -96,17 +100,16 @@ def score(
         sampled = part.response_mask & spec.free(part.response_mask.shape[1]).to(part.response_mask.device)
         kl = torch.where(sampled, kl_estimate(own.raw_logprobs, ref.raw_logprobs), 0)
         values = torch.zeros_like(kl)
-        if own.values is None:
-            rollout.bootstrap[rows] = 0
-        else:
+        if own.values is not None:
             values = own.values[:, :-1]
-            rollout.bootstrap[rows] *= own.values.gather(1, counts[rows, None]).squeeze(1)
+            bootstrap[rows] = own.values.gather(1, counts[rows, None]).squeeze(1)
         new = (own.logprobs, ref.logprobs, values, kl)
         for parts, x in zip(results.values(), new, strict=True):
             parts.append(torch.nn.functional.pad(x, (0, rollout.response_ids.shape[1] - x.shape[1])))
+    rollout.bootstrap *= bootstrap
     back = torch.cat(order).argsort()
     for name, parts in results.items():
-        setattr(rollout, name, torch.where(rollout.response_mask, torch.cat(parts)[back], 0))
+        setattr(rollout, name, torch.where(rollout.response_mask, torch.cat(parts[: len(order)])[back], 0))
     finite = (
         torch.isfinite(rollout.old_logprobs) & torch.isfinite(rollout.kl) & torch.isfinite(rollout.old_values)
     ).all(1)

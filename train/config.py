@@ -19,6 +19,7 @@ from train.config_sections import (
     Component,
     Distributed,
     Env,
+    Generation,
     Reward,
     RunArgs,
     Tokenizer,
@@ -43,8 +44,13 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "env.timeout",
     "env.max_worker_failures",
     "alg.args.verbose",
+    "alg.policy.args.apply_model_parallel",
+    "alg.policy.args.device_map",
+    "alg.policy.args.max_memory",
+    "alg.policy.args.reference_device",
     "tracking.",
     "distributed.",
+    "generation.",
 )
 
 
@@ -66,6 +72,8 @@ class Config:
     """Where results go."""
     distributed: Distributed = field(default_factory=Distributed)
     """Ranks."""
+    generation: Generation = field(default_factory=Generation)
+    """How sharded weights come together to generate."""
     run: RunArgs = field(default_factory=RunArgs, metadata={"cli_only": True})
     """The command line."""
 
@@ -173,4 +181,5 @@ def load_config(argv: Sequence[str] | None = None, algorithm: str | None = None)
     alg = document.data.get("alg")
     supervised = isinstance(alg, dict) and alg.get("id") == "supervised"
     config = build(Config, document, () if supervised else RL_REQUIRED)
-    return replace(config, run=RunArgs(config_path=args.config, resume=args.resume, overwrite=args.overwrite))
+    run = RunArgs(config_path=args.config, resume=args.resume, overwrite=args.overwrite, init_from=args.init_from)
+    return replace(config, run=run)

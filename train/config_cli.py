@@ -17,7 +17,7 @@ ALIASES = {
     "experiment_name": "tracking.experiment_name",
     "base_path_to_store_results": "tracking.output_dir",
 }
-FLAGS = ("config", "config_path", "resume", "overwrite", "help")
+FLAGS = ("config", "config_path", "resume", "overwrite", "init_from", "help")
 USAGE = """\
 usage: SCRIPT --config FILE [--resume [auto|never|CHECKPOINT]] [--overwrite] [--SECTION.KEY=VALUE ...]
 
@@ -25,6 +25,8 @@ usage: SCRIPT --config FILE [--resume [auto|never|CHECKPOINT]] [--overwrite] [--
   --resume [WHAT]     auto: go on from the newest checkpoint of the run folder (meant where WHAT is left out);
                       never: do not; else the path of a checkpoint
   --overwrite         start anew in a run folder that holds another run
+  --init_from FOLDER  start from the weights of another run's checkpoint, whatever its strategy and number of ranks:
+                      those of policy and critic; optimizer, iteration and the KL coefficient begin anew
   --output_dir DIR, --project_name NAME, --experiment_name NAME
                       short for --tracking.output_dir and so on
   --help              show this
@@ -42,6 +44,7 @@ class Arguments:
     config: str = ""
     resume: str | None = None
     overwrite: bool = False
+    init_from: str | None = None
     help: bool = False
     overrides: list[tuple[str, str]] = field(default_factory=list)
 
@@ -67,8 +70,8 @@ def parse_args(argv: Sequence[str], cls: type) -> Arguments:
             result.resume = value or "auto"
         elif not given:
             raise ValueError(f"--{name} needs a value: --{name}=...")
-        elif name in ("config", "config_path"):
-            result.config = value
+        elif name in ("config", "config_path", "init_from"):
+            setattr(result, name.removesuffix("_path"), value)
         elif "." in name or name in top:
             result.overrides.append((name, value))
         else:

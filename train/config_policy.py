@@ -85,8 +85,17 @@ class PolicyArgs:
     """Recompute activations in the backward pass: less memory, about a third more time."""
     logits_chunk_mb: Count = 256
     """Most memory for one chunk of fp32 logits, in MiB."""
-    apply_model_parallel: bool = True
-    """Ignored, kept for RL4LMs' files: a model stays on one GPU of its process."""
+    apply_model_parallel: bool = False
+    """RL4LMs' name of device_map balanced, where a process has several GPUs of its own; on one it does nothing."""
+    device_map: Literal["auto", "balanced", "sequential"] | dict[str, Any] | None = None
+    """Spread each model over the GPUs of its process (distributed.gpus_per_process), or say which module goes where:
+    {module: device}. null = a model stays on one GPU."""
+    max_memory: dict[str, Any] | None = None
+    """Most memory that device_map may fill, by device: {0: 10GiB, 1: 20GiB}; null = what is free."""
+    reference_device: Literal["cpu", "disk"] | None = None
+    """Where the weights of the reference wait for their turn, a layer at a time: exact, less memory, slower."""
+    reference_quantization: Literal["int8", "int4"] | None = None
+    """Keep the reference's weights in so many bits: less memory, and a KL that is off by the rounding; null = exact."""
     optimizer_class: str | None = None
     """Class in torch.optim, or the path `module:attr`; null = AdamW, or RMSprop for A2C with use_rms_prop."""
     optimizer_kwargs: dict[str, Any] = field(default_factory=dict)

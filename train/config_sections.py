@@ -128,6 +128,15 @@ class Tracking:
 class Distributed:
     timeout_s: Positive = 1800.0
     """Longest wait of a rank for the others, in seconds."""
+    gpus_per_process: Count = 1
+    """GPUs that belong to each process, next to each other, for alg.policy.args.device_map."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    gather: Literal["auto", "always", "never"] = "auto"
+    """The policy's weights during rollouts and evaluation under ZeRO-3 and FSDP2: always = whole on every rank,
+    gathered once; never = layer by layer at each token, all ranks in step; auto = whole if free memory allows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,3 +149,5 @@ class RunArgs:
     """auto (newest checkpoint of the run folder), never, a checkpoint's path, or None if not given."""
     overwrite: bool = False
     """Start anew in a run folder that holds another run."""
+    init_from: str | None = None
+    """A checkpoint or model folder whose weights the run starts from, or None if not given."""

@@ -1,77 +1,97 @@
-"""Ranks: start-up and its guard, reductions, the optimizer step. The only module that imports accelerate."""
+"""Ranks: start-up and its guard, reductions, the optimizer step. With train.strategy*, all that imports accelerate."""
 
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import ProjectConfiguration, broadcast_object_list, gather_object
 from torch import Tensor, nn
 
+from train.launching import LaunchError, check_world, has_accelerator, requested
+from train.placement import environment
+from train.strategy import Replicated, Strategy
+
 Sums = Mapping[str, tuple[Any, Any]]
-
-
-class LaunchError(RuntimeError):
-    """The processes are not those that were asked for; the message says what to change."""
 
 
 class Ranks:
     """The processes of a run as one of them sees it.
 
-    rank, world_size: this process' number, and how many there are. device: where its models live.
+    rank, world_size: this process' number, and how many there are, counting those that share one model's tensors as
+    one. device: where its models live. strategy: how they are spread.
     """
 
-    def __init__(self, *, timeout_s: float, trackers: Iterable[str] = (), logging_dir: str | None = None) -> None:
-        """Joins the other ranks. Raises LaunchError if the world is not the one that was asked for."""
-        asked = list(trackers)
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        trackers: Iterable[str] = (),
+        logging_dir: str | None = None,
+        gpus_per_process: int = 1,
+    ) -> None:
+        """Joins the other ranks.
+
+        Raises LaunchError if the world is not the one that was asked for, ValueError for what a strategy cannot do.
+        """
+        asked, kind = list(trackers), requested()
+        environment(gpus_per_process)
+        options: dict[str, Any] = {}
+        backend = None
+        if kind == "deepspeed":
+            from train.strategy_deepspeed import make_plugin
+
+            options["deepspeed_plugin"] = make_plugin()
+            backend = None if has_accelerator() else "gloo"
         self.accelerator = Accelerator(
             log_with=asked or None,
             project_config=ProjectConfiguration(project_dir=logging_dir, logging_dir=f"{logging_dir}/tensorboard"),
-            kwargs_handlers=[
-                InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s)),
-            ],
+            kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=timeout_s))],
+            **options,
         )
-        self.rank, self.world_size = self.accelerator.process_index, self.accelerator.num_processes
+        self.process_index, self.num_processes = self.accelerator.process_index, self.accelerator.num_processes
+        self.rank, self.world_size = self.process_index, self.num_processes
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.device = self.accelerator.device
-        self._guard()
+        check_world(self.num_processes, int(self.sum(torch.ones(1))[0]))
+        self.strategy = self._strategy(kind)
         found = {str(getattr(tracker, "value", tracker)) for tracker in self.accelerator.log_with}
         if missing := [name for name in asked if name not in found]:
             raise ValueError(f"tracking.trackers: {', '.join(missing)} cannot be used here; is the package installed?")
 
+    def _strategy(self, kind: str) -> Strategy:
+        if kind == "deepspeed":
+            from train.strategy_deepspeed import DeepSpeed
+
+            if self.accelerator.distributed_type.value != "DEEPSPEED":
+                raise LaunchError(f"DeepSpeed was asked for, and accelerate runs {self.accelerator.distributed_type}")
+            return DeepSpeed(self.accelerator, self.agree_max)
+        if kind == "fsdp":
+            from train.strategy_fsdp import FSDP2
+
+            return FSDP2(self.accelerator)
+        if kind == "tensor_parallel":
+            from train.strategy_tensor_parallel import TensorParallel
+
+            self.rank, self.world_size = 0, 1
+            return TensorParallel(self.accelerator)
+        return Replicated(self.accelerator)
+
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that writes the files."""
-        return self.rank == 0
+        """Whether this is the process that writes the files."""
+        return self.process_index == 0
 
-    def _guard(self) -> None:
-        wanted = int(os.environ.get("WORLD_SIZE", 1))
-        kind = self.accelerator.distributed_type.value
-        for variable, needed in (("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"), ("ACCELERATE_USE_FSDP", "FSDP")):
-            if os.environ.get(variable, "false").lower() == "true" and kind != needed:
-                raise LaunchError(
-                    f"the accelerate config asks for {needed}, but this process runs as {kind}; "
-                    "on CPU, accelerate ignores it: use accelerate_configs/ddp_cpu.yaml"
-                )
-        if self.world_size != wanted:
-            raise LaunchError(
-                f"WORLD_SIZE is {wanted}, but this process believes that it is one of {self.world_size}: each "
-                "would train alone. On CPU set ACCELERATE_USE_CPU=true (see accelerate_configs/ddp_cpu.yaml)"
-            )
-        launched = _processes_asked_of_launcher()
-        if launched is not None and launched > 1 and wanted == 1:
-            raise LaunchError(
-                f"accelerate launch was asked for {launched} processes and started one (it does so with --cpu and with "
-                "MULTI_CPU): use --config_file accelerate_configs/ddp_cpu.yaml with ACCELERATE_USE_CPU=true"
-            )
-        if (counted := int(self.sum(torch.ones(1))[0])) != self.world_size:
-            raise LaunchError(f"{counted} ranks answered, {self.world_size} were expected")
+    def agree_max(self, n: int) -> int:
+        """The largest of all ranks' numbers where they go in step, else this rank's own."""
+        return int(self.max(torch.tensor(n))) if self.strategy.in_step else n
+
+    def agree_any(self, flag: bool) -> bool:
+        """Whether the flag is up on any rank."""
+        return bool(self.max(torch.tensor(int(flag))))
 
     # Reductions: every rank calls them, in the same order, with tensors of the same shape.
 
@@ -106,48 +126,63 @@ class Ranks:
         return gather_object(items) if self.world_size > 1 else items
 
     def broadcast(self, item: Any) -> Any:
-        """Rank 0's object, on every rank."""
-        return broadcast_object_list([item])[0] if self.world_size > 1 else item
+        """Process 0's object, on every process."""
+        return broadcast_object_list([item])[0] if self.num_processes > 1 else item
+
+    def same(self, item: Any) -> Any:
+        """One object for all processes that share a model's tensors: those would not notice that they disagree."""
+        return self.broadcast(item) if self.num_processes > self.world_size else item
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
-        self.accelerator.wait_for_everyone()
+        if self.num_processes > 1:
+            # Not accelerate's: it takes GPU number local_rank, which with several GPUs a process is another's.
+            on_gpu = self.device.type == "cuda"
+            torch.distributed.barrier(device_ids=[self.device.index] if on_gpu else None)
 
     # The model under training.
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
-        """Wraps model and optimizer for the strategy in force."""
-        prepared: tuple[nn.Module, Any] = self.accelerator.prepare(model, optimizer)
-        return prepared
+    def prepare(self, model: nn.Module, optimizer: Any, max_grad_norm: float) -> tuple[Any, Any]:
+        """Wraps policy and critic, and the optimizer of (some of) their parameters, for the strategy in force."""
+        self._still: str | None = None
+        optimizer.register_step_pre_hook(self._leave_alone)
+        return self.strategy.prepare(model, optimizer, max_grad_norm)
 
-    def unwrap(self, model: nn.Module) -> Any:
-        """The module inside the wrapper; its forward keeps mixed precision."""
-        return self.accelerator.unwrap_model(model)
+    def _leave_alone(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._still is not None:
+            for group in optimizer.param_groups:
+                if group["name"].startswith(self._still):
+                    for parameter in group["params"]:
+                        parameter.grad = None
+
+    def unwrap(self, model: Any) -> Any:
+        """The module inside the wrapper, for forwards without gradient and for parts of it."""
+        return self.strategy.unwrap(model)
 
     def precision(self) -> Any:
         """Context in which a module that was not prepared runs in the launch's mixed precision."""
-        return self.accelerator.autocast()
+        return self.strategy.precision()
 
-    def backward(self, loss_sum: Tensor, global_count: float) -> None:
-        """Adds the gradient of loss_sum / global_count, summed over ranks (DDP averages, hence the factor)."""
-        self.accelerator.backward(loss_sum * (self.world_size / global_count))
+    def backward(self, model: Any, loss_sum: Tensor, global_count: float, last: bool = True) -> None:
+        """Adds the gradient of loss_sum / global_count, summed over ranks (strategies average, hence the factor)."""
+        self.strategy.backward(model, loss_sum * (self.world_size / global_count), last)
 
     @contextlib.contextmanager
-    def accumulating(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """Gradients are exchanged in the last backward of an optimizer step only."""
-        with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
+    def accumulating(self, model: Any, last: bool) -> Iterator[None]:
+        """Surrounds forward and backward of a micro-batch; `last` of an optimizer step."""
+        with self.strategy.accumulating(model, last):
             yield
 
-    def step(self, model: nn.Module, optimizer: Any, max_grad_norm: float) -> float:
+    def step(self, model: Any, optimizer: Any, max_grad_norm: float, still: str | None = None) -> float:
         """Clips the joint gradient, steps, clears the gradient. Returns the norm before clipping.
 
-        Raises FloatingPointError, without a step, if the norm is not finite (then it is so on every rank).
+        still: groups of parameters whose names begin so are left alone, the optimizer's moments of them too. Raises
+        FloatingPointError, without a step, if the norm is not finite (then it is so on every rank).
         """
-        norm = float(self.accelerator.clip_grad_norm_(model.parameters(), max_grad_norm))
+        self._still = still
+        norm = self.strategy.step(model, optimizer, max_grad_norm)
         if not torch.isfinite(torch.tensor(norm)):
             raise FloatingPointError(f"the gradient's norm is {norm}: look at the rewards, and at the learning rate")
-        optimizer.step()
-        optimizer.zero_grad()
         return norm
 
     def start_trackers(self, project_name: str, config: Mapping[str, Any]) -> None:
@@ -160,32 +195,3 @@ class Ranks:
     def finish(self) -> None:
         """Closes trackers and the process group."""
         self.accelerator.end_training()
-
-
-def launcher() -> list[str] | None:
-    """The words of the `accelerate launch …` that is this process' parent, if it is one."""
-    try:
-        words = psutil.Process(os.getppid()).cmdline()
-    except psutil.Error:
-        return None
-    if "launch" not in words or not any("accelerate" in word for word in words[: words.index("launch")]):
-        return None
-    return ["accelerate", *words[words.index("launch") :]]
-
-
-def _processes_asked_of_launcher() -> int | None:
-    """--num_processes (or the config file's) of the `accelerate launch` above this process."""
-    if (words := launcher()) is None:
-        return None
-    options = dict(
-        word.split("=", 1) if "=" in word else (word, after)
-        for word, after in zip(words, [*words[1:], ""], strict=True)
-    )
-    options = {name.replace("-", "_"): value for name, value in options.items() if name.startswith("--")}
-    if (given := options.get("__num_processes", "")).isdigit():
-        return int(given)
-    path = Path(options.get("__config_file", ""))
-    if path.is_file():
-        asked = (yaml.safe_load(path.read_text()) or {}).get("num_processes")
-        return int(asked) if asked is not None else None
-    return None

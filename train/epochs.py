@@ -36,7 +36,6 @@ def update_epochs(
     args, ranks = run.config.alg.args, run.ranks
     factor = lr_factor(iteration, run.config.train_evaluation.n_iters, args.lr_schedule, args.warmup_iterations)
     set_learning_rates(run.optimizer, factor)
-    policy = [p for g in run.optimizer.param_groups if g["name"].startswith("policy") for p in g["params"]]
     if advantage_scope == "batch":
         total = ranks.sum(moments(rollout.advantages, rollout.loss_mask))
         rollout.advantages = whiten(rollout.advantages, rollout.loss_mask, total)
@@ -54,7 +53,7 @@ def update_epochs(
                 max_grad_norm=args.max_grad_norm,
                 kl_limit=None if args.target_kl is None else 1.5 * args.target_kl,
                 count=count,
-                still=policy if critic_only else (),
+                still="policy" if critic_only else None,
             )
             add_sums(sums, step.stats)
             if step.stopped:

@@ -18,6 +18,7 @@ from envs.streams import generator, uniforms
 from train.config_loader import unknown
 from train.config_sections import TrainEvaluation
 from train.distributed import Ranks
+from train.gathering import generating
 from train.generation import OWN_KEYS
 from train.predictions import Row, episode_fields, measure, prediction
 from train.rollout import Sampler
@@ -31,6 +32,7 @@ class Evaluation:
 
     spec: the section train_evaluation, with the generation_kwargs in force (None: as `sampler` says)
     model: answers the prompts; in eval mode
+    gather: see `train.gathering.generating`
     reference: scores the fluency of the answers (called as a LanguageModel is); None leaves that metric out
     mask_model: NLPO's mask policy, for answers sampled as in rollouts
     metrics: the metrics of spec.metrics, built
@@ -44,6 +46,7 @@ class Evaluation:
     metrics: list[Any]
     tracker: Tracker
     precision: Callable[[], contextlib.AbstractContextManager[Any]]
+    gather: str = "auto"
     reference: Any = None
     mask_model: LanguageModel | None = None
 
@@ -63,6 +66,7 @@ def evaluate(run: Run, split: str, iteration: int) -> dict[str, float]:
         metrics=run.metrics,
         tracker=run.tracker,
         precision=run.ranks.precision,
+        gather=run.config.generation.gather,
         reference=run.reference,
         mask_model=run.mask_model,
     )
@@ -86,7 +90,12 @@ def evaluate_split(
     mine = range(it.ranks.rank, n_samples, it.ranks.world_size)
     size = it.spec.eval_batch_size
     batches = [mine[start : start + size] for start in range(0, len(mine), size)]
-    rows = it.ranks.gather([row for batch in batches for row in _evaluate_batch(it, split, batch)])
+    n_own = len(batches)
+    batches += [range(1)] * (it.ranks.agree_max(n_own) - n_own)  # for the other ranks' sake
+    models = [model for model in (it.model, it.mask_model) if model is not None]
+    with generating(it.ranks, models, it.gather, it.tracker.say) as going_on:
+        parts = [_evaluate_batch(it, split, batch, going_on) for batch in batches]
+    rows = it.ranks.gather([row for part in parts[:n_own] for row in part])
     rows.sort(key=lambda row: row["index"])
     metrics, problem = {}, None
     if it.ranks.is_main:
@@ -110,14 +119,14 @@ def check_best_metric(run: Run, metrics: dict[str, float]) -> None:
         raise ValueError(f"train_evaluation.best_metric: {unknown('metric', name, metrics)}")
 
 
-def _evaluate_batch(it: Evaluation, split: str, indices: Iterable[int]) -> list[Row]:
+def _evaluate_batch(it: Evaluation, split: str, indices: Iterable[int], going_on: Callable[[bool], bool]) -> list[Row]:
     indices = list(indices)
     envs, device = it.sampler.envs, it.ranks.device
     encoded, _ = envs.prompts(split, indices)
     prompt_ids, prompt_mask = (torch.as_tensor(encoded[name], device=device) for name in ("prompt_ids", "prompt_mask"))
     width = int(prompt_mask.sum(1).max())
     prompt_ids, prompt_mask = prompt_ids[:, -width:], prompt_mask[:, -width:]
-    ids, lengths = generate(it, split, indices, prompt_ids, prompt_mask)
+    ids, lengths = generate(it, split, indices, prompt_ids, prompt_mask, going_on)
     responses = [row[:n].tolist() for row, n in zip(ids.cpu(), lengths.cpu(), strict=True)]
     scored = envs.score(split, indices, responses)
     rows: list[Row] = [
@@ -140,7 +149,12 @@ def _evaluate_batch(it: Evaluation, split: str, indices: Iterable[int]) -> list[
 
 
 def generate(
-    it: Evaluation, split: str, indices: list[int], prompt_ids: Tensor, prompt_mask: Tensor
+    it: Evaluation,
+    split: str,
+    indices: list[int],
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    going_on: Callable[[bool], bool] = bool,
 ) -> tuple[Tensor, Tensor]:
     """(ids [B, T], lengths [B]) with train_evaluation.generation_kwargs, or as in rollouts if there are none.
 
@@ -150,7 +164,8 @@ def generate(
     kwargs, spec, mask_model = it.spec.generation_kwargs, it.sampler.spec, it.mask_model
     if kwargs is not None:
         if not kwargs.keys() <= OWN_KEYS:
-            return _generate_with_transformers(it, kwargs, split, indices, prompt_ids, prompt_mask)
+            in_step = going_on is not bool
+            return _generate_with_transformers(it, kwargs, split, indices, prompt_ids, prompt_mask, in_step)
         given = {name: value for name, value in kwargs.items() if value is not None}
         spec = SamplingSpec(**{"max_new_tokens": spec.max_new_tokens, "do_sample": False, **given})
         mask_model = None
@@ -166,12 +181,13 @@ def generate(
             stop_on_eos=it.sampler.stop_on_eos,
             pad_token_id=it.sampler.pad_token_id,
             mask_model=mask_model,
+            going_on=going_on,
         )
     return responses.ids, responses.lengths
 
 
 def _generate_with_transformers(
-    it: Evaluation, kwargs: Row, split: str, indices: list[int], prompt_ids: Tensor, prompt_mask: Tensor
+    it: Evaluation, kwargs: Row, split: str, indices: list[int], prompt_ids: Tensor, prompt_mask: Tensor, in_step: bool
 ) -> tuple[Tensor, Tensor]:
     lm, eos = it.model.lm, it.sampler.eos_token_ids if it.sampler.stop_on_eos else None
     given = {"max_new_tokens": it.sampler.spec.max_new_tokens, "eos_token_id": eos, **kwargs}
@@ -184,7 +200,9 @@ def _generate_with_transformers(
     try:
         with torch.random.fork_rng(), torch.no_grad(), it.precision():
             torch.manual_seed(int(generator(it.sampler.seed, f"eval {split}", indices[0]).integers(2**62)))
-            sequences = lm.generate(prompt_ids, attention_mask=prompt_mask, generation_config=config)
+            sequences = lm.generate(
+                prompt_ids, attention_mask=prompt_mask, generation_config=config, synced_gpus=in_step
+            )
     finally:
         lm.generation_config = defaults
     ids = sequences[:, before:]

@@ -8,16 +8,18 @@ from pathlib import Path
 from algorithms import adapters
 from train import tracking
 from train.config import Config
-from train.distributed import launcher
+from train.launching import launcher
 from train.setup import Run
 
 
 def save_model(run: Run) -> None:
     """Saves model, tokenizer and card into the run's folder `model`, and prints the results before and after."""
+    policy, lora = run.ranks.unwrap(run.model).policy, run.config.alg.policy.args.lora
+    state = adapters.lm_state(policy, run.ranks.strategy.whole)
     if run.ranks.is_main:
         target = run.folder / "model"
-        policy, lora = run.ranks.unwrap(run.model).policy, run.config.alg.policy.args.lora
-        adapters.save_merged(policy, target) if lora and lora.save_merged else adapters.save_pretrained(policy, target)
+        save = adapters.save_merged if lora and lora.save_merged else adapters.save_pretrained
+        save(policy, target, state)
         run.tokenizer.save_pretrained(target)
         table = tracking.results_table(run.folder)
         run.tracker.close()

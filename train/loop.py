@@ -32,10 +32,10 @@ def begin(run: Run) -> range:
 
 def describe(run: Run) -> str:
     """What is about to run, on a line."""
-    n_weights = sum(p.numel() for group in run.optimizer.param_groups for p in group["params"])
     sizes = " / ".join(f"{len(samples):,}" for samples in run.sampler.envs.samples.values())
     names = " / ".join(run.sampler.envs.samples)
-    return f"{algorithm_name(run.config)}: {n_weights:,} weights to train, {sizes} samples ({names}), in {run.folder}"
+    what = f"{algorithm_name(run.config)} ({run.ranks.strategy.name}): {run.n_weights:,} weights to train"
+    return f"{what}, {sizes} samples ({names}), in {run.folder}"
 
 
 def end_iteration(run: Run, iteration: int, stats: dict[str, float]) -> None:

@@ -28,7 +28,9 @@ def train(run: Run) -> None:
 def follow(run: Run, iteration: int) -> None:
     """The mask policy becomes the policy, every target_update_iterations iterations."""
     if run.mask_model is not None and iteration % run.config.alg.policy.args.target_update_iterations == 0:
-        copy_weights(run.ranks.unwrap(run.model).policy, run.mask_model)
+        policy, gathered = run.ranks.unwrap(run.model).policy, run.ranks.strategy.gathered
+        with gathered(policy), gathered(run.mask_model, write=True):
+            copy_weights(policy, run.mask_model)
 
 
 def mask_stats(run: Run, rollout: Rollout) -> dict[str, float]:

@@ -52,11 +52,17 @@ class Sampler:
 
 
 def play_wave(
-    models: Sequence[LanguageModel], sampler: Sampler, iteration: int, wave: int, ranks: Ranks, phase: Phase
+    models: Sequence[LanguageModel],
+    sampler: Sampler,
+    iteration: int,
+    wave: int,
+    ranks: Ranks,
+    phase: Phase,
+    going_on: Callable[[bool], bool] = bool,
 ) -> Wave:
     """One episode in every environment: draw prompts, sample responses, let the environments reward them.
 
-    models: the policy and, for NLPO's learned masks, the mask policy.
+    models: the policy and, for NLPO's learned masks, the mask policy. going_on: see `train.gathering`.
     """
     n_envs, spec, device = sampler.envs.num_envs, sampler.spec, ranks.device
     streams = range(sampler.first_env, sampler.first_env + n_envs)
@@ -81,16 +87,17 @@ def play_wave(
             stop_on_eos=sampler.stop_on_eos,
             pad_token_id=sampler.pad_token_id,
             mask_model=models[1] if len(models) > 1 else None,
+            going_on=going_on,
         )
     with phase("env"):
         lengths = responses.lengths.cpu()
         tokens = [row[:n].tolist() for row, n in zip(responses.ids.cpu(), lengths, strict=True)]
-        played = sampler.envs.play(tokens)
+        played = ranks.same(sampler.envs.play(tokens))
         task_rewards = torch.zeros(n_envs, spec.max_new_tokens)
         task_rewards[:, : played.rewards.shape[1]] = torch.as_tensor(played.rewards, dtype=torch.float32)
     if sampler.device_reward is not None:
         with phase("reward"):
-            scores = torch.tensor(call_batched(sampler.device_reward, played.episodes), dtype=torch.float32)
+            scores = ranks.same(torch.tensor(call_batched(sampler.device_reward, played.episodes), dtype=torch.float32))
             task_rewards[torch.arange(n_envs), lengths - 1] += scores
     return Wave(
         prompt_ids=prompt_ids,
@@ -112,14 +119,23 @@ def cut_to_budget(lengths: Tensor, budget: int) -> Tensor:
 
 
 def collect_waves(
-    models: Sequence[LanguageModel], sampler: Sampler, n_tokens: int, iteration: int, ranks: Ranks, phase: Phase
+    models: Sequence[LanguageModel],
+    sampler: Sampler,
+    n_tokens: int,
+    iteration: int,
+    ranks: Ranks,
+    phase: Phase,
+    going_on: Callable[[bool], bool] = bool,
 ) -> list[Wave]:
-    """Waves of episodes until this rank has its tokens. No collectives: ranks may need different numbers of waves."""
+    """Waves of episodes until this rank has its tokens, and while another has not, where `going_on` says so: ranks that
+    generate on their own may need different numbers of waves."""
     waves: list[Wave] = []
     missing = n_tokens
-    while missing > 0:
-        waves.append(play_wave(models, sampler, iteration, len(waves), ranks, phase))
-        missing -= int(waves[-1].lengths.sum())
+    while going_on(missing > 0):
+        wave = play_wave(models, sampler, iteration, len(waves), ranks, phase, going_on)
+        if missing > 0:  # else it was for another rank's sake
+            waves.append(wave)
+        missing -= int(wave.lengths.sum())
     return waves
 
 

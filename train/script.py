@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from envs.pool import EnvError, WorkerError
-from train.distributed import LaunchError
+from train.launching import LaunchError
 
 # EnvError and WorkerError come from a user's reward or task; their message holds the worker's own traceback. A
 # FloatingPointError names the samples or the gradient that is not finite.

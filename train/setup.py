@@ -14,21 +14,18 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from algorithms import adapters
-from algorithms.models import load_actor_critic, load_language_model, load_reference, parameter_groups
-from algorithms.nlpo import copy_weights
-from algorithms.policy import ActorCritic, LanguageModel
-from envs import registry
-from envs.streams import generator
-from train import checkpoint, tracking
+from algorithms.policy import LanguageModel
+from train import checkpoint, placement, tracking
 from train.claim import claimed
-from train.config import A2CAlg, Config, GRPOAlg, TRPOAlg
-from train.config_args import CriticArgs
+from train.config import Config, TRPOAlg
 from train.config_types import flatten
 from train.distributed import Ranks
 from train.environments import make_metrics, make_sampler
 from train.generation import check_generation_kwargs
-from train.loading import check_model_name, load_tokenizer
+from train.loading import load_tokenizer
+from train.models import load_models, make_optimizer, place_models, start_from, without_gradient
 from train.notices import notices
+from train.placement import own_gpus
 from train.rollout import Sampler
 
 
@@ -43,6 +40,7 @@ class Run:
     model: Any  # ActorCritic in the strategy's wrapper
     optimizer: Any
     reference: Any  # called as a LanguageModel is
+    n_weights: int  # that the optimizer trains
     start: str  # fingerprint of the policy before training
     mask_model: LanguageModel | None  # NLPO's mask policy
     sampler: Sampler
@@ -72,7 +70,7 @@ class Run:
                 self.folder / "checkpoints",
                 self.state,
                 models=checkpointed(self),
-                optimizer=self.optimizer,
+                wrapped=(self.model, self.optimizer),
                 sampler=self.sampler.envs.sampler,
                 config=self.config.to_dict(),
                 data=self.sampler.data,
@@ -88,7 +86,12 @@ def start(config: Config) -> Iterator[Run]:
     reuse_freed_memory()
     disable_progress_bar()  # of transformers, which shows the loading of each small model
     folder = run_folder(config)
-    ranks = Ranks(timeout_s=config.distributed.timeout_s, trackers=config.tracking.trackers, logging_dir=str(folder))
+    ranks = Ranks(
+        timeout_s=config.distributed.timeout_s,
+        trackers=config.tracking.trackers,
+        logging_dir=str(folder),
+        gpus_per_process=config.distributed.gpus_per_process,
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(ranks.finish)
         with claimed(folder, config, ranks, stack) as checkpoint_path:
@@ -104,29 +107,30 @@ def start(config: Config) -> Iterator[Run]:
 
 def build(config: Config, ranks: Ranks, folder: Path, stack: contextlib.ExitStack) -> Run:
     """All parts of a run as they are before its first iteration."""
-    args, metrics = config.alg.policy.args, make_metrics(config)
-    tokenizer = load_tokenizer(config)
-    check_model_name(args.model_name, ("config.json", adapters.CONFIG_FILE))
-    check_model_name(adapters.base_of(args.model_name))
-    torch.manual_seed(int(generator(config.alg.args.seed, "model").integers(2**62)))
-    options = model_options(config)
-    actor_critic = load_actor_critic(
-        args.model_name,
-        value_model="none" if isinstance(config.alg, GRPOAlg) else args.value_model,
-        gradient_checkpointing=args.gradient_checkpointing,
-        **options,
+    metrics = make_metrics(config)
+    gpus = own_gpus(
+        config.distributed.gpus_per_process,
+        local_rank=ranks.accelerator.local_process_index,
+        local_world_size=ranks.local_world_size,
     )
-    check_generation_kwargs(config.train_evaluation.generation_kwargs or {}, vocab_size=actor_critic.policy.vocab_size)
-    for notice in notices(config, actor_critic.policy) if ranks.is_main else ():
+    placement.check(config, ranks.strategy.name, gpus)
+    tokenizer = load_tokenizer(config)
+    models = load_models(config, ranks)
+    policy = models.actor_critic.policy
+    check_generation_kwargs(config.train_evaluation.generation_kwargs or {}, vocab_size=policy.vocab_size)
+    for notice in notices(config, policy) if ranks.is_main else ():
         print(f"note: {notice}", flush=True)
-    sampler = make_sampler(config, ranks, folder, tokenizer, actor_critic.policy)
+    sampler = make_sampler(config, ranks, folder, tokenizer, policy)
     stack.callback(sampler.envs.close)
-    start, mask_model = checkpoint.fingerprint(actor_critic.policy), None
-    if sampler.spec.mask is not None and sampler.spec.mask.mask_type != "topk":
-        mask_model = load_language_model(args.model_name, **options).requires_grad_(False).to(ranks.device)
-        copy_weights(actor_critic.policy, mask_model)
-    reference = adapters.reference_of(actor_critic.policy) if args.lora else load_reference(args.model_name, **options)
-    model, optimizer = ranks.prepare(actor_critic, make_optimizer(config, actor_critic))
+    start = checkpoint.fingerprint(policy)
+    if config.run.init_from is not None:
+        start_from(models, Path(config.run.init_from))
+    place_models(config, ranks, models, gpus, folder, stack)
+    optimizer = make_optimizer(config, models.actor_critic)
+    n_weights = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    # TRPO's policy has no optimizer.
+    with without_gradient(policy) if isinstance(config.alg, TRPOAlg) else contextlib.nullcontext():
+        model, optimizer = ranks.prepare(models.actor_critic, optimizer, config.alg.args.max_grad_norm)
     ranks.start_trackers(config.tracking.project_name, flatten(config.to_dict()))
     return Run(
         config=config,
@@ -135,9 +139,10 @@ def build(config: Config, ranks: Ranks, folder: Path, stack: contextlib.ExitStac
         tokenizer=tokenizer,
         model=model,
         optimizer=optimizer,
+        n_weights=n_weights,
         start=start,
-        reference=reference if args.lora else reference.to(ranks.device),
-        mask_model=mask_model,
+        reference=models.frozen["reference"] if "reference" in models.frozen else adapters.reference_of(policy),
+        mask_model=models.frozen.get("mask_model"),
         sampler=sampler,
         metrics=metrics,
         clock=tracking.Clock(ranks.device),
@@ -145,18 +150,6 @@ def build(config: Config, ranks: Ranks, folder: Path, stack: contextlib.ExitStac
         tracker=tracking.Tracker(folder, ranks, n_iters=0),
         state=checkpoint.State(kl_coef=config.alg.kl_div.coeff),
     )
-
-
-def model_options(config: Config) -> dict[str, Any]:
-    """Keyword arguments with which policy, critic, reference and mask policy are all loaded."""
-    policy = config.alg.policy
-    return {
-        "seq2seq": policy.is_seq2seq,
-        "decoder_start_token_id": config.env.args.context_start_token if policy.is_seq2seq else None,
-        "dtype": getattr(torch, policy.args.dtype),
-        "logits_chunk_mb": policy.args.logits_chunk_mb,
-        "lora": policy.args.lora,
-    }
 
 
 def checkpointed(run: Run) -> dict[str, torch.nn.Module]:
@@ -170,7 +163,7 @@ def resume(run: Run, path: Path) -> None:
     run.state = checkpoint.load(
         path,
         models=checkpointed(run),
-        optimizer=run.optimizer,
+        wrapped=(run.model, run.optimizer),
         sampler=run.sampler.envs.sampler,
         config=run.config,
         data=run.sampler.data,
@@ -183,33 +176,6 @@ def resume(run: Run, path: Path) -> None:
         rest = "" if done < n_iters else f": nothing is left to train up to n_iters {n_iters}, only the end is repeated"
         print(f"resumed from {path} after iteration {done}{rest}", flush=True)
     run.ranks.barrier()
-
-
-def make_optimizer(config: Config, model: ActorCritic) -> torch.optim.Optimizer:
-    """The optimizer of policy and critic, with a learning rate for each; TRPO's is of the critic alone."""
-    alg, policy = config.alg, config.alg.policy.args
-    critic_rate = alg.args.critic_learning_rate if isinstance(alg.args, CriticArgs) else None
-    groups = parameter_groups(
-        model,
-        learning_rate=alg.args.learning_rate,
-        critic_learning_rate=alg.args.learning_rate if critic_rate is None else critic_rate,
-        weight_decay=policy.weight_decay,
-    )
-    if isinstance(alg, TRPOAlg):
-        groups = [group for group in groups if group["name"].startswith("critic")]
-    name, kwargs = policy.optimizer_class or "AdamW", policy.optimizer_kwargs
-    if policy.optimizer_class is None and isinstance(alg, A2CAlg) and alg.args.use_rms_prop:
-        name, kwargs = "RMSprop", {"alpha": 0.99, "eps": alg.args.rms_prop_eps, **kwargs}
-    optimizers = {name: f"torch.optim:{name}" for name in ("AdamW", "Adam", "RMSprop", "SGD", "Adagrad", "Adadelta")}
-    for key, place in (("lr", "alg.args.learning_rate"), ("weight_decay", "alg.policy.args.weight_decay")):
-        if key in kwargs:
-            raise ValueError(f"alg.policy.args.optimizer_kwargs.{key}: the place for it is {place}")
-    kind = registry.resolve(name, optimizers, "alg.policy.args.optimizer_class")
-    try:
-        optimizer: torch.optim.Optimizer = kind(groups, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"alg.policy.args.optimizer_kwargs {policy.optimizer_kwargs}: {error}") from error
-    return optimizer
 
 
 def run_folder(config: Config) -> Path:

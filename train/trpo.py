@@ -2,7 +2,7 @@
 
 One step of the policy per iteration: along the natural gradient, as far as the mean KL to the policy that sampled stays
 below target_kl and the surrogate improves; else the policy stays as it was. Then n_critic_updates passes of the critic.
-The weights are whole on every rank (one process or DDP).
+The step works on whole weights, gathered if need be, and holds six vectors of their size.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from algorithms.ppo import value_loss
-from algorithms.trpo import mean_gradient, restricted_logits, sub_sample, surrogate, trust_region_step
-from algorithms.trust_region import split_like, trainable
+from algorithms.trpo import restricted_logits, sub_sample, surrogate, trust_region_step
+from algorithms.trust_region import trainable
 from envs.streams import generator
 from train.batches import Rollout, minibatches
 from train.collect import collect
@@ -23,7 +23,7 @@ from train.loop import begin, end_iteration, finish, run_algorithm
 from train.script import run_script
 from train.setup import Run
 from train.stats import rollout_stats
-from train.update import Sums, add_sums, lr_factor, set_learning_rates
+from train.update import Sums, add_sums, lr_factor, optimizer_step, set_learning_rates
 
 
 def train(run: Run) -> None:
@@ -78,21 +78,23 @@ def step_policy(run: Run, micro_batches: Sequence[Rollout], few: Sequence[Rollou
         with ranks.precision():
             return restricted_logits(policy, **inputs(part))
 
-    found = trust_region_step(
-        trainable(policy),
-        micro_batches,
-        objective=objective,
-        logits=logits,
-        n_tokens=max(1.0, count_tokens(run, micro_batches)),
-        reduce=ranks.sum,
-        target_kl=args.target_kl,
-        damping=args.cg_damping,
-        cg_max_steps=args.cg_max_steps,
-        shrink=args.line_search_shrinking_factor,
-        max_tries=args.line_search_max_iter,
-        fisher_batches=few,
-        fisher_tokens=max(1.0, count_tokens(run, few)),
-    )
+    n_tokens, n_few = (max(1.0, count_tokens(run, parts)) for parts in (micro_batches, few))
+    with ranks.strategy.gathered(policy, write=True):
+        found = trust_region_step(
+            trainable(policy),
+            micro_batches,
+            objective=objective,
+            logits=logits,
+            n_tokens=n_tokens,
+            reduce=ranks.sum,
+            target_kl=args.target_kl,
+            damping=args.cg_damping,
+            cg_max_steps=args.cg_max_steps,
+            shrink=args.line_search_shrinking_factor,
+            max_tries=args.line_search_max_iter,
+            fisher_batches=few,
+            fisher_tokens=n_few,
+        )
     entropy = ranks.mean(sums)["policy/entropy"]
     # The exact KL of the step stands where other algorithms have an estimate.
     return {**found, "policy/approx_kl": found["policy/kl"], "policy/entropy": entropy, "loss/entropy": -entropy}
@@ -100,33 +102,28 @@ def step_policy(run: Run, micro_batches: Sequence[Rollout], few: Sequence[Rollou
 
 def fit_critic(run: Run, rollout: Rollout, iteration: int) -> dict[str, float]:
     """n_critic_updates passes of the critic over the rollout; the policy, also where they share a trunk, stays."""
-    args, ranks, actor_critic = run.config.alg.args, run.ranks, run.ranks.unwrap(run.model)
+    args = run.config.alg.args
     factor = lr_factor(iteration, run.config.train_evaluation.n_iters, args.lr_schedule, args.warmup_iterations)
     set_learning_rates(run.optimizer, factor)
-    params = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     sums: Sums = {}
     norms: list[float] = []
 
-    def error(part: Rollout) -> Tensor:
-        with ranks.precision():
-            values = actor_critic.values(part.prompt_ids, part.prompt_mask, part.response_ids)[:, :-1]
+    def error(part: Rollout) -> tuple[Tensor, Sums]:
+        inputs = (part.prompt_ids, part.prompt_mask, part.response_ids, part.response_mask)
+        values = run.model(*inputs, critic_only=True).values[:, :-1]
         old, returns = part.old_values, part.returns
-        total, stats = value_loss(values=values, old_values=old, returns=returns, response_mask=part.loss_mask)
-        add_sums(sums, stats)
-        return total
+        return value_loss(values=values, old_values=old, returns=returns, response_mask=part.loss_mask)
 
     for epoch in range(args.n_critic_updates):
         rng = generator(args.seed, "critic", iteration, epoch)
         sizes = {"batch_size": args.batch_size, "micro_batch_size": args.micro_batch_size}
-        for micro_batches in minibatches(rollout, ranks, rng, **sizes, whiten_each=False):
-            if (n_tokens := count_tokens(run, micro_batches)) == 0:
-                continue
-            gradient = mean_gradient(error, params, micro_batches, n_tokens, ranks.sum)
-            for parameter, piece in zip(params, split_like(gradient, params), strict=True):
-                parameter.grad = piece.to(parameter.dtype)
-            norms.append(ranks.step(run.model, run.optimizer, args.max_grad_norm))
+        for micro_batches in minibatches(rollout, run.ranks, rng, **sizes, whiten_each=False):
+            limit = {"max_grad_norm": args.max_grad_norm}
+            step = optimizer_step(error, micro_batches, run.model, run.optimizer, run.ranks, **limit)
+            add_sums(sums, step.stats)
+            norms += [] if step.grad_norm is None else [step.grad_norm]
     return {
-        **ranks.mean(sums),
+        **run.ranks.mean(sums),
         "value/grad_norm": sum(norms) / max(1, len(norms)),
         "value/optimizer_steps": float(len(norms)),
         "value/learning_rate": factor * args.learning_rate,

@@ -42,32 +42,39 @@ def optimizer_step(
     max_grad_norm: float,
     kl_limit: float | None = None,
     count: Callable[[Rollout], Tensor] = lambda part: part.loss_mask.sum(),
-    still: Sequence[Tensor] = (),
+    still: str | None = None,
 ) -> Step:
     """One step on the loss summed over all micro-batches and ranks, divided by their summed `count` (of tokens).
 
     `loss(micro_batch)` returns (loss_sum, stats). Where nothing counts, no step is taken. With `kl_limit`, all ranks
-    together skip the step when the mean policy/approx_kl exceeds it. `still`: parameters that the step leaves alone,
-    the optimizer's moments of them too. Raises FloatingPointError, before anything changes, if the gradient is not
-    finite.
+    together skip the step when the mean policy/approx_kl exceeds it. `still`: see `Ranks.step`. Raises
+    FloatingPointError, before anything changes, if the gradient is not finite.
     """
     total = float(ranks.sum(torch.stack([count(part).float() for part in micro_batches]).sum()))
     stats: Sums = {}
+
+    def over_limit() -> bool:
+        return kl_limit is not None and ranks.mean({"kl": stats["policy/approx_kl"]})["kl"] > kl_limit
+
+    look_first = kl_limit is not None and len(micro_batches) > 1 and not ranks.strategy.can_discard
+    if total == 0 or look_first:
+        with torch.no_grad():
+            for part in micro_batches:
+                add_sums(stats, loss(part)[1])
+        if total == 0 or over_limit():
+            return Step(stats, None, stopped=total > 0)
+        stats = {}
     for i, part in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
         with ranks.accumulating(model, last):
             loss_sum, new = loss(part)
             add_sums(stats, new)
-            if last and kl_limit is not None and ranks.mean({"kl": stats["policy/approx_kl"]})["kl"] > kl_limit:
-                optimizer.zero_grad()
+            if last and not look_first and over_limit():
+                if ranks.strategy.can_discard:
+                    optimizer.zero_grad()
                 return Step(stats, None, stopped=True)
-            ranks.backward(loss_sum, max(total, 1.0))
-    if total == 0:
-        optimizer.zero_grad()
-        return Step(stats, None)
-    for parameter in still:
-        parameter.grad = None
-    return Step(stats, ranks.step(model, optimizer, max_grad_norm))
+            ranks.backward(model, loss_sum, total, last)
+    return Step(stats, ranks.step(model, optimizer, max_grad_norm, still))
 
 
 def lr_factor(iteration: int, n_iters: int, schedule: str, warmup: int) -> float:

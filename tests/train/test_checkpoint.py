@@ -15,6 +15,7 @@ from helpers import small_run
 from envs.sampler import PrioritySampler
 from train import checkpoint, setup
 from train.checkpoint import State, find, folder_of, load, save, saved_iterations
+from train.strategy import Replicated
 
 
 class Parts:
@@ -36,8 +37,11 @@ class Parts:
         self.sampler.update([1], [float(self.model[0].bias.detach().abs().sum())])
 
     def arguments(self) -> dict[str, Any]:
-        ranks = SimpleNamespace(is_main=True, world_size=1, device="cpu", broadcast=lambda x: x)
-        parts = {"models": {"model": self.model}, "optimizer": self.optimizer, "sampler": self.sampler}
+        alone = SimpleNamespace(process_index=0, num_processes=1, device="cpu")
+        calls = {"broadcast": lambda x: x, "barrier": lambda: None, "strategy": Replicated(alone)}
+        ranks = SimpleNamespace(is_main=True, world_size=1, **calls)
+        wrapped = (self.model, self.optimizer)
+        parts = {"models": {"model": self.model}, "wrapped": wrapped, "sampler": self.sampler}
         return {**parts, "data": self.data, "start": "fingerprint", "ranks": ranks}
 
     def save(self, iteration: int, keep_last: int = 2, best: int | None = None) -> None:
