@@ -42,10 +42,14 @@ class Ranks:
         options: dict[str, Any] = {}
         backend = None
         if kind == "deepspeed":
-            from train.strategy_deepspeed import make_plugin
+            from train.deepspeed_config import make_plugin
 
             options["deepspeed_plugin"] = make_plugin()
             backend = None if has_accelerator() else "gloo"
+        if kind == "tensor_parallel":
+            from train.strategy_tensor_parallel import no_parallelism
+
+            options["parallelism_config"] = no_parallelism()
         self.accelerator = Accelerator(
             log_with=asked or None,
             project_config=ProjectConfiguration(project_dir=logging_dir, logging_dir=f"{logging_dir}/tensorboard"),

@@ -5,54 +5,18 @@ sizes; losses come in as they are to be averaged over the ranks.
 """
 
 import contextlib
-import copy
-import logging
-import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
 
 from algorithms.policy import LanguageModel, Scores
-from train.launching import has_accelerator
+from train.deepspeed_config import check_optimizer, engine_config
 
 _TAG = "deepspeed"
-# What the run decides; a DeepSpeed file of the user's must not say it.
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-def make_plugin() -> DeepSpeedPlugin:
-    """What the accelerate config says of DeepSpeed, for Accelerator(). Raises ValueError for what cannot work here."""
-    if not has_accelerator():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel(logging.WARNING)
-    # Its own kernel for CPUs would be compiled at the first start.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # models are looked at before they are taken apart
-    os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
-    plugin = DeepSpeedPlugin(zero3_init_flag=False)
-    config = plugin.deepspeed_config
-    for key in _BATCH_KEYS:
-        if str(config.get(key, "auto")) not in ("auto", "1"):
-            raise ValueError(
-                f"the DeepSpeed configuration sets {key} to {config[key]}: leave it out; the run's own file says it "
-                "(alg.args.batch_size, alg.args.micro_batch_size)"
-            )
-    for key in ("optimizer", "scheduler"):
-        if key in config:
-            raise ValueError(
-                f"the DeepSpeed configuration has a section {key}: leave it out; the run's own file says it "
-                "(alg.policy.args.optimizer_class, alg.args.learning_rate)"
-            )
-    return plugin
 
 
 class _Outputs(nn.Module):
@@ -102,21 +66,6 @@ class DeepSpeed:
         if self.bf16 and self.stage == 0:
             raise ValueError("bf16 under ZeRO-0 drifts (DeepSpeed 0.19): use zero_stage 1, or DDP")
 
-    def _engine_config(self, max_grad_norm: float, train: bool = True) -> dict[str, Any]:
-        config = copy.deepcopy(self.config)
-        config |= dict.fromkeys(_BATCH_KEYS[1:], 1) | {"gradient_clipping": max_grad_norm}
-        config.pop("train_batch_size", None)
-        zero = config["zero_optimization"]
-        config["zero_force_ds_cpu_optimizer"] = False  # torch's own optimizers run on the CPU as well
-        for part in ("offload_optimizer", "offload_param"):
-            if (zero.get(part) or {}).get("device") in (None, "none"):
-                zero.pop(part, None)
-        if not train:
-            zero.pop("offload_optimizer", None)
-        if self.bf16:
-            config["bf16"] = {**config.get("bf16", {}), "enabled": True, "check_grad_overflow": True}
-        return config
-
     def _initialize(self, module: nn.Module, config: dict[str, Any], optimizer: Any = None) -> Any:
         import deepspeed
 
@@ -144,12 +93,14 @@ class DeepSpeed:
                     "alg.policy.args.dtype must be float32 under DeepSpeed, which keeps its own copy of the weights: "
                     "for bfloat16 launch with --mixed_precision bf16"
                 )
-        engine = self._initialize(_Outputs(model), self._engine_config(max_grad_norm), optimizer)
+        if self.stage > 0:
+            check_optimizer(optimizer)
+        engine = self._initialize(_Outputs(model), engine_config(self.config, max_grad_norm), optimizer)
         return _Engine(engine), engine.optimizer
 
     def place(self, module: nn.Module) -> nn.Module:
         if self.stage == 3:
-            return self._initialize(module, self._engine_config(0.0, train=False)).module  # type: ignore[no-any-return]
+            return self._initialize(module, engine_config(self.config, 0.0, train=False)).module  # type: ignore[no-any-return]
         if self.bf16:
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)

@@ -138,5 +138,6 @@ def cut_up(lm: PreTrainedModel, mesh: DeviceMesh) -> None:
                 f"choose parallelism_config_tp_size accordingly; {INSTEAD}"
             )
     plan, _, _ = lm._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
-    apply_tensor_parallelism(lm, mesh, plan)
+    known = {name for name, _ in (*lm.named_modules(), *lm.named_parameters())}  # a tied weight by one of its names
+    apply_tensor_parallelism(lm, mesh, {name: style for name, style in plan.items() if name in known})
     lm.tie_weights(recompute_mapping=False)
