@@ -56,14 +56,19 @@ def make_plugin() -> DeepSpeedPlugin:
     return plugin
 
 
-def engine_config(config: dict[str, Any], max_grad_norm: float, train: bool = True) -> dict[str, Any]:
-    """The configuration of one engine. train: with an optimizer, whose joint gradient is clipped to max_grad_norm."""
+def engine_config(
+    config: dict[str, Any], n_weights: int, *, max_grad_norm: float = 0.0, train: bool = True
+) -> dict[str, Any]:
+    """The configuration of one engine, for a module of n_weights. train: with an optimizer, whose joint gradient is
+    clipped to max_grad_norm."""
     config = copy.deepcopy(config)
     config.pop("train_batch_size", None)
     config |= dict.fromkeys(BATCH_KEYS[1:], 1) | {"gradient_clipping": max_grad_norm}
     config["zero_force_ds_cpu_optimizer"] = False  # torch's own optimizers run on the CPU as well
     config["zero_allow_untested_optimizer"] = True  # `check_optimizer` says which
     zero = config["zero_optimization"]
+    # DeepSpeed's default is half a billion: a buffer of 2 GB, also for a small model.
+    zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", 5e8)), max(n_weights, 1000))
     for part in ("offload_optimizer", "offload_param"):
         if (zero.get(part) or {}).get("device") in (None, "none"):
             zero.pop(part, None)

@@ -95,12 +95,14 @@ class DeepSpeed:
                 )
         if self.stage > 0:
             check_optimizer(optimizer)
-        engine = self._initialize(_Outputs(model), engine_config(self.config, max_grad_norm), optimizer)
+        engine = self._initialize(
+            _Outputs(model), engine_config(self.config, numel(model), max_grad_norm=max_grad_norm), optimizer
+        )
         return _Engine(engine), engine.optimizer
 
     def place(self, module: nn.Module) -> nn.Module:
         if self.stage == 3:
-            return self._initialize(module, engine_config(self.config, 0.0, train=False)).module  # type: ignore[no-any-return]
+            return self._initialize(module, engine_config(self.config, numel(module), train=False)).module  # type: ignore[no-any-return]
         if self.bf16:
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
@@ -190,3 +192,8 @@ class DeepSpeed:
 
     def load_optimizer(self, model: Any, optimizer: Any, folder: Path) -> None:
         model.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=False, load_lr_scheduler_states=False)
+
+
+def numel(module: nn.Module) -> int:
+    """Weights of a module that is still whole."""
+    return sum(parameter.numel() for parameter in module.parameters())

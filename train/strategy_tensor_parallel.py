@@ -57,8 +57,8 @@ class TensorParallel:
     def prepare(self, model: Any, optimizer: Any, max_grad_norm: float) -> tuple[Any, Any]:
         if not any(parameter.requires_grad for parameter in model.policy.parameters()):
             raise ValueError(
-                "TRPO differentiates the policy twice, which tensor parallel layers cannot: use another "
-                "accelerate config (with accelerate_configs/fsdp2.yaml its policy is whole on every rank)"
+                "TRPO's step needs the policy's weights whole in each process, and tensor parallel ones hold parts: use "
+                "another accelerate config, such as accelerate_configs/ddp.yaml, fsdp2.yaml or zero3.yaml"
             )
         names = strategy_dtensor.names_by_id(model)
         for part in (model.policy.lm, model.critic):
