@@ -17,7 +17,6 @@ KEYS = {key.path: key for key in keys(Config)}
 UNREAD = {
     "tokenizer.padding_side": "left is the only value: prompts are always padded on the left",
     "alg.args.verbose": "what is printed does not depend on it",
-    "alg.policy.args.apply_model_parallel": "a model is not spread over several GPUs of a process yet",
     "alg.policy.args.generation_kwargs.do_sample": "true is the only value: rollouts always sample",
     "alg.policy.args.generation_kwargs.num_beams": "1 is the only value: rollouts have no beam search",
     "alg.policy.args.generation_kwargs.length_penalty": "1 is the only value: it belongs to beam search",
