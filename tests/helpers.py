@@ -124,7 +124,7 @@ class Recording:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ranks, name)
 
-    def step(self, model: torch.nn.Module, optimizer: Any, max_grad_norm: float) -> float:
+    def step(self, model: torch.nn.Module, optimizer: Any, max_grad_norm: float, still: str | None = None) -> float:
         self.gradients.append(flat_gradient(model).clone())
         optimizer.zero_grad()
         return float(self.gradients[-1].norm())

@@ -29,6 +29,7 @@ class Alone:
     """A world of one rank, in which nothing is exchanged."""
 
     rank, world_size, is_main, device = 0, 1, True, torch.device("cpu")
+    strategy = SimpleNamespace(can_discard=True)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -44,7 +45,7 @@ class Alone:
     def accumulating(self, model: Any, last: bool) -> Any:
         return torch.enable_grad()
 
-    def backward(self, loss_sum: torch.Tensor, global_count: float) -> None:
+    def backward(self, model: Any, loss_sum: torch.Tensor, global_count: float, last: bool = True) -> None:
         (loss_sum / global_count).backward()
 
 
