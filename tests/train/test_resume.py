@@ -98,8 +98,8 @@ def interrupt(patch: pytest.MonkeyPatch, place: Any, name: str, call: int, *, af
 def test_interrupted_at_every_kind_of_moment(whole: Path, models: Callable[..., Path], tmp_path: Path) -> None:
     moments: list[tuple[Any, str, int, bool]] = [
         (ppo, "update", 2, False),  # in iteration 2, after its rollout; checkpoint 1 is there
-        (checkpoint, "_write", 1, False),  # iteration 2 is measured, but not saved
-        (checkpoint, "_write", 1, True),  # saved, but not pruned
+        (checkpoint, "_publish", 1, False),  # iteration 2 is measured, but not saved
+        (checkpoint, "_publish", 1, True),  # saved, but not pruned
         (tracking.Tracker, "log_iteration", 1, False),  # in iteration 3
         (tracking.Tracker, "log_iteration", 1, True),
         (ppo, "collect", 2, True),  # in iteration 4
