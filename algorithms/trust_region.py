@@ -19,15 +19,17 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """All values as one new vector [D]. bf16 and fp16 become float32, which loses nothing."""
+    """All values as one new vector [D], where the first lies. bf16 and fp16 become float32, which loses nothing."""
+    parts = list(tensors)
+    kinds = [torch.promote_types(x.dtype, torch.float32) for x in parts]
     with torch.no_grad():
-        return torch.cat([x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32)) for x in tensors])
+        return torch.cat([x.reshape(-1).to(parts[0].device, kind) for x, kind in zip(parts, kinds, strict=True)])
 
 
 def split_like(vector: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of `vector` [D] in the shapes of `tensors`: the inverse of `flatten`."""
+    """`vector` [D] in the shapes of `tensors` and on their devices, views where that is its own: undoes `flatten`."""
     pieces = vector.split([x.numel() for x in tensors])
-    return [piece.view(x.shape) for piece, x in zip(pieces, tensors, strict=True)]
+    return [piece.view(x.shape).to(x.device) for piece, x in zip(pieces, tensors, strict=True)]
 
 
 def assign(params: Sequence[Tensor], vector: Tensor) -> None:

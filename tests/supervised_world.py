@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -12,6 +13,7 @@ from train.config import load_config
 from train.supervised import train
 
 LENGTHS = (1, 2, 3)
+TOKENS = torch.arange(4, 20).view(2, 8)  # for a model's logits
 
 
 def counting(start: int) -> dict[str, Any]:

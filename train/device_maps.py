@@ -1,8 +1,9 @@
-"""Which module of which model lies on which GPU of a process. Plans only: nothing is moved, and the GPUs need not be there.
+"""Which module of which model lies on which GPU of a process. Plans only: nothing is moved, no GPU need be there.
 
 GPUs are counted from the first of the process, 0, so that one plan serves all processes.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ def plan(
     """
     models = {"policy": policy, **others}
     if isinstance(wanted, str):
+        logging.getLogger("accelerate.utils.modeling").setLevel(logging.ERROR)  # of GPUs that are not there
         total = sum(map(state_bytes, models.values()))
         if total > sum(capacity):
             raise ValueError(_too_large(models, capacity))
@@ -60,7 +62,7 @@ def plan(
             raise ValueError(_too_large(models, capacity))
         return maps
     given = _checked(wanted, policy, len(capacity))
-    return {name: _completed(_renamed(given, policy, model), model) for name, model in models.items()}
+    return {name: _expanded(_renamed(given, policy, model), model) for name, model in models.items()}
 
 
 def budgets(max_memory: Mapping[str, Any], n_gpus: int) -> list[int]:
@@ -148,15 +150,10 @@ def _check_together(given: DeviceMap, policy: PreTrainedModel) -> None:
     for tied in find_tied_parameters(policy):
         if len({device_of(name, given) for name in tied}) > 1:
             raise ValueError(f"{_KEY}: {_some(tied)} are one weight: give them the same GPU")
-    for name, module in policy.named_modules():
-        if type(module).__name__ in (policy._no_split_modules or ()):
-            inside = {key for key in given if key.startswith(f"{name}.")}
-            if len({given[key] for key in inside} | ({device_of(name, given)} if _covers(name, given) else set())) > 1:
-                raise ValueError(f"{_KEY}: {name} is one block, and its parts need the same GPU")
-
-
-def _covers(name: str, given: DeviceMap) -> bool:
-    return any(f"{name}.".startswith(f"{key}.") or not key for key in given)
+    kinds = set(policy._no_split_modules or ())
+    for name, block in [(name, module) for name, module in policy.named_modules() if type(module).__name__ in kinds]:
+        if len(set(_expanded(given, block, name, device_of(name, given)).values())) > 1:
+            raise ValueError(f"{_KEY}: {name} is one block, and its parts need the same GPU")
 
 
 def _some(names: Iterable[str]) -> str:
@@ -175,9 +172,13 @@ def _renamed(given: DeviceMap, policy: PreTrainedModel, model: PreTrainedModel) 
     return found
 
 
-def _completed(given: DeviceMap, model: PreTrainedModel) -> DeviceMap:
-    """With modules that hold nothing but what is computed anew (rotary tables): they go to the first GPU."""
-    if "" in given:
-        return given
-    holders = {name.rpartition(".")[0] for name in tensors_of(model)}
-    return given | {name: 0 for name in sorted(holders) if name and not _covers(name, given)}
+def _expanded(given: DeviceMap, module: nn.Module, name: str = "", gpu: int = 0) -> DeviceMap:
+    """The map without modules of which a part is elsewhere, and with all that it leaves out (rotary tables, which
+    nothing is stored of): accelerate's hooks of a module and of its parts would contradict each other."""
+    gpu, prefix = given.get(name, gpu), f"{name}." if name else ""
+    if not any(key.startswith(prefix) and key != name for key in given):
+        return {name: gpu}
+    found = {prefix + own: gpu for own in (*module._parameters, *module._buffers)}
+    for child_name, child in module.named_children():
+        found |= _expanded(given, child, prefix + child_name, gpu)
+    return found

@@ -4,6 +4,7 @@ Neither is for LoRA, whose reference is the policy's own base.
 """
 
 import contextlib
+import logging
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any, Literal
 import torch
 from accelerate import cpu_offload, disk_offload
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from algorithms.policy import LanguageModel
 from train.config_policy import PolicyArgs
 
 _SHARDED = ("zero3", "fsdp2", "tensor_parallel")
+_BLOCK = 64  # inputs that share a scale in NF4
 _QUANTIZED = ("Int8Params", "Params4bit")  # classes of bitsandbytes, which may not be there
 
 
@@ -99,34 +102,42 @@ def is_quantized(model: nn.Module) -> bool:
 def shrink(reference: LanguageModel, bits: Literal["int8", "int4"], device: torch.device | str = "cpu") -> None:
     """Quantises the weights of linear layers, in place and layer by layer on the way to `device`.
 
-    int8: LLM.int8() (Dettmers et al. 2022); int4: NF4 (Dettmers et al. 2023). The head, embeddings and what
-    transformers keeps in float32 (T5's wo) stay as they are. Raises ValueError for a model with little to quantise, or
-    that computes with the weights in ways of its own.
+    int8: LLM.int8() (Dettmers et al. 2022); int4: NF4 (Dettmers et al. 2023). The head, embeddings, what transformers
+    keeps in float32 (T5's wo) and layers with an input width that is no multiple of 64 stay as they are. Raises
+    ValueError for a model with little to quantise, or one that needs its weights for more than calling the layer.
     """
-    lm, spared = reference.lm, set(reference.lm._keep_in_fp32_modules or ())
-    probe = _probe(reference)
-    layers = {
-        name: layer
-        for name, layer in lm.named_modules()
-        if type(layer) in (nn.Linear, Conv1D)
-        and layer is not lm.get_output_embeddings()
-        and not spared & set(name.split("."))
-    }
-    key, kind = "alg.policy.args.reference_quantization", type(lm).__name__
-    tables = {id(m.weight): m.weight.numel() for m in lm.modules() if isinstance(m, nn.Embedding)}
-    head = lm.get_output_embeddings().weight
-    inside = sum(p.numel() for p in lm.parameters() if id(p) not in tables and p is not head)
+    lm, key, kind = reference.lm, "alg.policy.args.reference_quantization", type(reference.lm).__name__
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a line at each product
+    before, layers = _probe(reference), _quantizable(lm)
+    tables = [module.weight for module in lm.modules() if isinstance(module, nn.Embedding)]
+    outside = {id(weight) for weight in [*tables, lm.get_output_embeddings().weight]}
+    inside = sum(weight.numel() for weight in lm.parameters() if id(weight) not in outside)
     if 2 * sum(layer.weight.numel() for layer in layers.values()) < inside:
-        raise ValueError(f"{key}: most weights of {kind} are not in linear layers; set reference_device instead")
+        raise ValueError(
+            f"{key}: most weights of {kind} are not in linear layers whose input width is a multiple of {_BLOCK}; "
+            "leave it out, or take reference_device"
+        )
     for name, layer in layers.items():
         lm.set_submodule(name, _quantized(layer, bits, device))
     lm.to(device)
     try:
-        distance = float((_probe(reference) - probe).norm() / probe.norm())
+        distance = float((_probe(reference) - before).norm() / before.norm())
     except (RuntimeError, AttributeError, TypeError) as error:
         raise ValueError(f"{key}: {kind} does not run with quantised layers ({error}); leave it out") from error
     if not distance < 1:
         raise ValueError(f"{key}: {kind} computes something else with quantised layers; leave it out")
+
+
+def _quantizable(lm: PreTrainedModel) -> dict[str, Any]:
+    spared, head = set(lm._keep_in_fp32_modules or ()), lm.get_output_embeddings()
+    found: dict[str, Any] = {}
+    for name, layer in lm.named_modules():
+        # Not subclasses, whose weight is used by others (that of nn.MultiheadAttention).
+        if type(layer) in (nn.Linear, Conv1D) and layer is not head and not spared & set(name.split(".")):
+            width = layer.weight.shape[0 if type(layer) is Conv1D else 1]
+            if width % _BLOCK == 0:
+                found[name] = layer
+    return found
 
 
 def _quantized(layer: Any, bits: str, device: torch.device | str) -> nn.Module:

@@ -5,6 +5,7 @@ where its batches live. Between processes the models are data parallel.
 """
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
@@ -73,8 +74,8 @@ def check(config: Config, strategy: str, gpus: Sequence[torch.device]) -> None:
         raise ValueError(f"{name}: {strategy} spreads the weights by itself over one GPU a process; leave the key out")
     if each > 1 and wanted(config) is None:
         raise ValueError(
-            f"distributed.gpus_per_process is {each}, and nothing says how to use them: set {key} to balanced, or leave "
-            "the key out and start more processes"
+            f"distributed.gpus_per_process is {each}, and nothing says how to use them: set {key} to balanced, or "
+            "leave this key out and start more processes"
         )
     if isinstance(args.device_map, dict) and not gpus:
         raise ValueError(f"{key} names GPUs, and this process runs on the CPU; leave it out")
@@ -147,13 +148,15 @@ def dispatch(
     are the same, as they are on the CPU.
     """
     places = {name: str(device) for name, device in device_map.items()}
-    dispatch_model(
-        model,
-        places,
-        main_device=str(main_device),  # type: ignore[arg-type]
-        skip_keys=list(model._skip_keys_device_placement or []),
-        force_hooks=force_hooks or main_device.type == "cpu",
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following device_map keys do not match")  # those of single tensors
+        dispatch_model(
+            model,
+            places,
+            main_device=str(main_device),  # type: ignore[arg-type]
+            skip_keys=list(model._skip_keys_device_placement or []),
+            force_hooks=force_hooks or main_device.type == "cpu",
+        )
     # accelerate refuses to train what has this mark with several processes; here DDP is told what it needs to know.
     del model.hf_device_map
     model.spread_over = places

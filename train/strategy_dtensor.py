@@ -1,6 +1,7 @@
 """Parameters that lie in parts on the ranks as DTensors (FSDP2, tensor parallel): made whole and filled, the optimizer
 step over them, and the optimizer's files."""
 
+import io
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch.distributed import ReduceOp, all_reduce, get_rank
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-_PARTS, _REST = "optimizer", "optimizer_rest.pt"
+_REST = "rest"  # what is no tensor of a parameter: the groups, and numbers
 
 
 def whole(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -26,19 +27,14 @@ def whole(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def part_like(value: Tensor, target: Tensor) -> Tensor:
-    """What this rank holds of a whole tensor that is distributed as `target`; every rank has `value`, none sends it."""
-    if not isinstance(target, DTensor):
-        return value
-    value = value.to(target.device_mesh.device_type)
-    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-
-
 @torch.no_grad()
 def put(targets: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copies whole tensors of the same names, which every rank has, into parameters and buffers."""
+    """Copies whole tensors of the same names, which every rank has, into parameters and buffers; none is sent."""
     for name, target in targets.items():
-        local(target).copy_(local(part_like(state[name], target)))
+        value = state[name]
+        if isinstance(target, DTensor):
+            value = distribute_tensor(value.detach(), target.device_mesh, target.placements, src_data_rank=None)
+        local(target).copy_(local(value))
 
 
 def local(value: Tensor) -> Tensor:
@@ -58,14 +54,8 @@ def follow(optimizer: Any, names: Mapping[int, str], model: nn.Module) -> None:
     """
     now = dict(model.named_parameters())
     for group in optimizer.param_groups:
-        for i, parameter in enumerate(group["params"]):
-            part = group["params"][i] = now[names[id(parameter)]]
-            entries = optimizer.state.pop(parameter, None)
-            if entries is not None:  # some optimizers begin with a state (Adagrad)
-                optimizer.state[part] = {
-                    key: part_like(x, part) if getattr(x, "shape", None) == part.shape else x
-                    for key, x in entries.items()
-                }
+        group["params"] = [now[names[id(parameter)]] for parameter in group["params"]]
+    optimizer.state.clear()  # what an optimizer may have begun with (Adagrad), it makes anew
 
 
 def clip_and_step(optimizer: Any, max_grad_norm: float, device: torch.device) -> float:
@@ -100,29 +90,42 @@ def joint_norm(gradients: Iterable[Tensor], device: torch.device) -> float:
 
 
 def save_optimizer(optimizer: Any, folder: Path) -> None:
-    """Writes each rank's part of the state, with torch.distributed.checkpoint, and the rest from process 0."""
+    """Writes each rank's part of the state, with torch.distributed.checkpoint."""
     described = optimizer.state_dict()
-    tensors, rest = {}, {}
+    tensors: dict[str, Tensor] = {}
+    rest: dict[str, Any] = {}
     for index, entries in described["state"].items():
         for key, value in entries.items():
-            (tensors if isinstance(value, Tensor) else rest)[f"{index}.{key}"] = value
-    dcp.save(tensors, checkpoint_id=folder / _PARTS)
-    if get_rank() == 0:
-        torch.save({"state": rest, "param_groups": described["param_groups"]}, folder / _REST)
+            kept: dict[str, Any] = tensors if isinstance(value, Tensor) else rest
+            kept[f"{index}.{key}"] = value
+    tensors[_REST] = _to_bytes({"state": rest, "param_groups": described["param_groups"]})
+    dcp.save(tensors, checkpoint_id=folder / "optimizer")
 
 
 def load_optimizer(optimizer: Any, folder: Path) -> None:
-    """Puts the state back bit by bit, also under another number of ranks than it was saved by."""
+    """Puts the state back, bit by bit."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    rest = torch.load(folder / _REST, map_location="cpu", weights_only=True)
-    tensors: dict[str, Any] = {}
-    for name, saved in dcp.FileSystemReader(folder / _PARTS).read_metadata().state_dict_metadata.items():
-        like, dtype = parameters[int(name.split(".")[0])], saved.properties.dtype
-        is_moment = saved.size == like.shape
-        tensors[name] = torch.zeros_like(like, dtype=dtype) if is_moment else torch.zeros(saved.size, dtype=dtype)
-    dcp.load(tensors, checkpoint_id=folder / _PARTS)
+    tensors: dict[str, Tensor] = {}
+    saved: Any
+    for name, saved in dcp.FileSystemReader(folder / "optimizer").read_metadata().state_dict_metadata.items():
+        dtype, index = saved.properties.dtype, name.split(".")[0]
+        tensors[name] = torch.zeros(saved.size, dtype=dtype)
+        if name != _REST and saved.size == parameters[int(index)].shape:
+            tensors[name] = torch.zeros_like(parameters[int(index)], dtype=dtype)
+    dcp.load(tensors, checkpoint_id=folder / "optimizer")
+    rest = _from_bytes(tensors.pop(_REST))
     state: dict[int, dict[str, Any]] = {}
     for name, value in (tensors | rest["state"]).items():
         index, key = name.split(".", 1)
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
+
+
+def _to_bytes(item: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(item, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _from_bytes(data: Tensor) -> Any:
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)

@@ -6,7 +6,7 @@ torch's fully_shard by hand, on CPUs as on GPUs (accelerate ignores its FSDP plu
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from train import strategy_dtensor
@@ -65,8 +64,6 @@ class FSDP2:
         options = {"mp_policy": self.precise, "reshard_after_forward": self.reshard_after_forward}
         fully_shard(model, ignored_params=plain, **options, **self.shared)
         _settle_root(model)
-        if not plain:
-            _run_alone(model.policy)
         strategy_dtensor.follow(optimizer, names, model)
         if self.mixed is not self.precise:
             model.forward = self.accelerator.autocast()(model.forward)
@@ -101,7 +98,7 @@ class FSDP2:
 
     @contextlib.contextmanager
     def gathered(self, *modules: nn.Module, write: bool = False) -> Iterator[None]:
-        parts = [part for module in modules for part in sharded_parts(module) if part not in self.open]
+        parts = dict.fromkeys(part for module in modules for part in sharded_parts(module) if part not in self.open)
         sharded = [dict(module.named_parameters()) for module in modules if write]
         self.open.update(parts)
         for part in parts:
@@ -146,7 +143,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
     Without those that share a weight with another module, as an embedding does.
     """
-    kinds = {kind for part in model.modules() if isinstance(part, PreTrainedModel) for kind in _unsplit(part)}
+    transformers = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    kinds = {kind for part in transformers for kind in part._no_split_modules or ()}
     found = [part for part in model.modules() if type(part).__name__ in kinds]
     if not found:
         lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
@@ -156,10 +154,6 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     for _, parameter in model.named_parameters(remove_duplicate=False):
         places[id(parameter)] = places.get(id(parameter), 0) + 1
     return [block for block in found if all(places[id(p)] == 1 for p in block.parameters())]
-
-
-def _unsplit(model: PreTrainedModel) -> set[str]:
-    return set(model._no_split_modules or ())
 
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:
@@ -172,24 +166,8 @@ def _settle_root(model: nn.Module) -> None:
     fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]
 
 
-def _run_alone(policy: Any) -> None:
-    """Lets `ActorCritic.values` call the run of a shared trunk, which is no call of the sharded module."""
-    run = policy.run
-
-    def whole_run(*args: Tensor) -> Any:
-        if not isinstance(policy.lm.get_input_embeddings().weight, DTensor):
-            return run(*args)  # within its forward
-        policy.unshard()
-        try:
-            return run(*args)
-        finally:
-            policy.reshard()
-
-    policy.run = whole_run
-
-
 @contextlib.contextmanager
-def _without_hooks(parts: list[FSDPModule]) -> Iterator[None]:
+def _without_hooks(parts: Iterable[FSDPModule]) -> Iterator[None]:
     """Calls of the modules no longer gather and release: each rank may make as many as it likes."""
     removed = []
     for part in parts:

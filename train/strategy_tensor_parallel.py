@@ -57,8 +57,8 @@ class TensorParallel:
     def prepare(self, model: Any, optimizer: Any, max_grad_norm: float) -> tuple[Any, Any]:
         if not any(parameter.requires_grad for parameter in model.policy.parameters()):
             raise ValueError(
-                "TRPO's step needs the policy's weights whole in each process, and tensor parallel ones hold parts: use "
-                "another accelerate config, such as accelerate_configs/ddp.yaml, fsdp2.yaml or zero3.yaml"
+                "TRPO's step needs the policy's weights whole in each process, and tensor parallel ones hold parts: "
+                "launch with another accelerate config, such as accelerate_configs/ddp.yaml, fsdp2.yaml or zero3.yaml"
             )
         names = strategy_dtensor.names_by_id(model)
         for part in (model.policy.lm, model.critic):
@@ -123,8 +123,6 @@ def cut_up(lm: PreTrainedModel, mesh: DeviceMesh) -> None:
 
     Raises ValueError for a model without a plan, or whose attention heads cannot be shared out.
     """
-    if any(isinstance(module, LoraLayer) for module in lm.modules()):
-        raise ValueError(f"alg.policy.args.lora is not available with tensor parallel layers; {INSTEAD}")
     if not lm.tp_plan:
         raise ValueError(
             f"{type(lm).__name__} cannot be tensor parallel: transformers has no plan for {lm.config.model_type} "
@@ -138,6 +136,23 @@ def cut_up(lm: PreTrainedModel, mesh: DeviceMesh) -> None:
                 f"choose parallelism_config_tp_size accordingly; {INSTEAD}"
             )
     plan, _, _ = lm._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
-    known = {name for name, _ in (*lm.named_modules(), *lm.named_parameters())}  # a tied weight by one of its names
-    apply_tensor_parallelism(lm, mesh, {name: style for name, style in plan.items() if name in known})
+    known = {name for name, _ in lm.named_parameters()}  # a tied weight by one of its names
+    modules = dict(lm.named_modules())
+    for name in [name for name in plan if isinstance(modules.get(name), LoraLayer)]:
+        plan |= adapter_plan(name, modules[name], plan.pop(name))
+    apply_tensor_parallelism(lm, mesh, {name: style for name, style in plan.items() if name in known | modules.keys()})
     lm.tie_weights(recompute_mapping=False)
+
+
+def adapter_plan(name: str, layer: Any, style: str) -> dict[str, str]:
+    """The plan of a layer with low-rank adapters: its base as it was, and of B·A the matrix on the side that is cut."""
+    side = {"colwise": layer.lora_B, "rowwise": layer.lora_A}.get(style)
+    if side is None:
+        raise ValueError(f"lora.target_modules: {name} is tensor parallel of kind {style} and cannot have an adapter")
+    prefix = "lora_B" if side is layer.lora_B else "lora_A"
+    parts = {"base_layer": layer.base_layer, **{f"{prefix}.{adapter}": matrix for adapter, matrix in side.items()}}
+    plan: dict[str, str] = {}
+    for part, matrix in parts.items():
+        plan |= {f"{name}.{part}.{own}": style for own, _ in matrix.named_parameters()}
+        plan[f"{name}.{part}"] = style
+    return plan

@@ -11,7 +11,11 @@ fluency_metrics/reference_perplexity is not measured: the reference would be a s
 
 alg.generation_kwargs (or train_evaluation.generation_kwargs) say how it answers; without them greedily, and without
 max_new_tokens as long as the longest reference of val and test, at most env.args.max_episode_length and half of what a
-causal model takes. The run folder gets
+causal model takes.
+
+Any accelerate config will do but that of tensor parallel layers. --resume needs the same strategy and number of
+ranks, and ends bit by bit where an uninterrupted run would; --init_from FOLDER begins anew with the weights of a
+checkpoint or of a run, from whatever strategy. The run folder gets
 
     model/                        model and tokenizer: a model_name for every other script
     config.json                   the resolved configuration
@@ -26,9 +30,10 @@ import difflib
 import os
 import sys
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from envs.samples import SampleFile
@@ -46,7 +51,8 @@ from train.setup import run_folder
 from train.supervised_data import RowBuilder, make_rows
 from train.supervised_evaluation import generation_kwargs, lengths, make_sampler, prompt_limit
 from train.supervised_model import load_model, longest_input, save_model
-from train.supervised_resume import describe, find_checkpoint, go_back
+from train.supervised_resume import describe, find_checkpoint, first_weights, go_back
+from train.supervised_strategy import SupervisedTrainer, joining
 from train.supervised_trainer import Recorder, evaluate_at_end, make_trainer, record
 from train.tracking import Tracker
 
@@ -58,12 +64,19 @@ DECIDED = {
     "prediction_loss_only": "loss and perplexity are measured per token; leave it out",
     "label_names": "rows are made here; leave it out",
     "eval_do_concat_batches": "evaluation is the run's own; leave it out",
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "ddp_backend", "use_cpu"),
+        "the accelerate config decides on devices and strategy; leave it out",
+    ),
     "push_to_hub": "compute nodes have no network; upload the folder model afterwards",
 }
 
 
-def training_arguments(config: Config) -> TrainingArguments:
-    """alg.training_args with this run's folders. Raises ValueError for an argument that there is not."""
+def training_arguments(config: Config, **joining: Any) -> TrainingArguments:
+    """alg.training_args with this run's folders. Raises ValueError for an argument that there is not.
+
+    joining: see `train.supervised_strategy`.
+    """
     given = dict(config.alg.training_args)
     known = {field.name for field in fields(TrainingArguments)}
     for name in given.keys() - known:
@@ -92,19 +105,22 @@ def training_arguments(config: Config) -> TrainingArguments:
     given |= {name: "no" for name, value in given.items() if name.endswith("_strategy") and value is False}
     # Rows are made here as the model takes them.
     try:
-        return TrainingArguments(**{**ours, **given, "remove_unused_columns": False})
+        args = TrainingArguments(**{**ours, **given, **joining, "remove_unused_columns": False})
     except TypeError as error:
         raise ValueError(f"alg.training_args: {error}") from error
+    if args.deepspeed_plugin is not None:
+        args.deepspeed_plugin.dschf = None  # by which transformers would load models in parts
+    return args
 
 
 def build(
     config: Config, args: TrainingArguments, ranks: Ranks, stack: contextlib.ExitStack
-) -> tuple[Trainer, Recorder]:
+) -> tuple[SupervisedTrainer, Recorder]:
     """The trainer, and what evaluates its model as it goes. Raises ValueError for parts that do not fit."""
     kwargs, max_prompt_length, metrics = generation_kwargs(config), prompt_limit(config), make_metrics(config)
     set_seed(args.seed)
     tokenizer = load_tokenizer(config)
-    model = load_model(config)
+    model = load_model(config, first_weights(config))
     seq2seq = config.alg.model_type == "seq2seq"
     builder = RowBuilder(
         tokenizer=tokenizer,
@@ -124,7 +140,7 @@ def build(
     limits = lengths(builder, rows, kwargs.get("max_new_tokens"), config.env.args.max_episode_length, positions)
     sampler = make_sampler(config, ranks, builder, data, limits, args.seed)
     stack.callback(sampler.envs.close)
-    trainer = make_trainer(args, model, tokenizer, rows)
+    trainer = make_trainer(args, model, tokenizer, rows, ranks)
     evaluation = Evaluation(
         spec=spec,
         ranks=ranks,
@@ -133,6 +149,7 @@ def build(
         metrics=metrics,
         tracker=Tracker(run_folder(config), ranks, n_iters=0),
         precision=trainer.accelerator.autocast,
+        gather=config.generation.gather,
     )
     return trainer, record(trainer, evaluation, rows["test"])
 
@@ -140,6 +157,11 @@ def build(
 def train(config: Config) -> None:
     """One supervised run. Raises ValueError for a configuration or data that do not fit."""
     expect_algorithm(config.alg.id, "supervised")
+    if config.distributed.gpus_per_process > 1:
+        raise ValueError(
+            "distributed.gpus_per_process belongs to device maps, which supervised training does not have: leave it "
+            "out, and launch with accelerate_configs/zero3.yaml or fsdp2.yaml for a model larger than one GPU"
+        )
     disable_progress_bar()  # of transformers, which shows the loading of each small model
     folder = run_folder(config)
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(folder / "tensorboard")  # for a report_to in training_args
@@ -148,7 +170,7 @@ def train(config: Config) -> None:
             timeout_s=config.distributed.timeout_s, trackers=config.tracking.trackers, logging_dir=str(folder)
         )
         stack.callback(ranks.finish)
-        args = training_arguments(config)
+        args = training_arguments(config, **joining(ranks))
         with claimed(folder, config, ranks, stack, find_checkpoint) as found:
             trainer, recorder = build(config, args, ranks, stack)
             ranks.start_trackers(config.tracking.project_name, flatten(config.to_dict()))

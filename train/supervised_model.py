@@ -18,20 +18,20 @@ from train.loading import check_model_name
 from train.tracking import results_table
 
 
-def load_model(config: Config) -> LanguageModel:
+def load_model(config: Config, model_name: str) -> LanguageModel:
     """The model to train, in float32 and with the dropout of its configuration. Raises ValueError for another kind.
 
     model_name may be an adapter's folder: with alg.lora it is trained further, without it is merged into its base.
     """
     alg, seq2seq = config.alg, config.alg.model_type == "seq2seq"
-    check_model_name(alg.model_name, ("config.json", adapters.CONFIG_FILE))
-    base = adapters.base_of(alg.model_name)
+    check_model_name(model_name, ("config.json", adapters.CONFIG_FILE))
+    base = adapters.base_of(model_name)
     check_model_name(base)
     architecture = AutoConfig.from_pretrained(base)
     if architecture.is_encoder_decoder != seq2seq:
         kind = "causal" if seq2seq else "seq2seq"
-        raise ValueError(f"alg.model_type is {alg.model_type}, but {alg.model_name} is a {kind} model")
-    lm = load_pretrained(alg.model_name, architecture, dtype=torch.float32, lora=alg.lora)
+        raise ValueError(f"alg.model_type is {alg.model_type}, but {model_name} is a {kind} model")
+    lm = load_pretrained(model_name, architecture, dtype=torch.float32, lora=alg.lora)
     model = LanguageModel(lm, decoder_start_token_id=config.env.args.context_start_token if seq2seq else None)
     if seq2seq:
         lm.config.decoder_start_token_id = model.start_token_id  # whoever loads the result needs to know
@@ -51,14 +51,10 @@ def save_model(trainer: Trainer, model: LanguageModel, config: Config, ranks: Ra
     Every rank calls it.
     """
     aside, final, lora = folder / ".writing_model", folder / "model", config.alg.lora
-    if lora is None:
-        trainer.save_model(str(aside))
-    ranks.barrier()
+    state = adapters.lm_state(model, ranks.strategy.whole)
     if ranks.is_main:
-        if lora is not None:
-            (adapters.save_merged if lora.save_merged else adapters.save_pretrained)(model, aside)
-            trainer.processing_class.save_pretrained(aside)
-        (aside / "training_args.bin").unlink(missing_ok=True)
+        (adapters.save_merged if lora and lora.save_merged else adapters.save_pretrained)(model, aside, state)
+        trainer.processing_class.save_pretrained(aside)
         table = results_table(folder)
         (aside / "README.md").write_text(model_card(config, ranks, trainer, table), "utf-8")
         shutil.rmtree(final, ignore_errors=True)

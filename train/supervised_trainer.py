@@ -4,13 +4,13 @@ import math
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
-from algorithms import adapters
-from algorithms.lora import lora_layers
 from algorithms.policy import LanguageModel
+from train.distributed import Ranks
 from train.evaluation import Evaluation, evaluate_split
 from train.supervised_data import Collator, Row, token_losses
+from train.supervised_strategy import ShardedTrainer, SupervisedTrainer, spread
 from train.tracking import append_line, plain
 
 TRAINING_INFO = {
@@ -58,15 +58,16 @@ class EvaluateAtStart(TrainerCallback):  # type: ignore[misc]
     """Evaluates before the first step, but inside `train`: a model that was evaluated earlier is never wrapped for DDP,
     so each rank would train alone (transformers 5.24, accelerate 1.15)."""
 
-    def __init__(self, trainer: Trainer, recorder: Recorder) -> None:
+    def __init__(self, trainer: SupervisedTrainer, recorder: Recorder) -> None:
         self.trainer, self.recorder = trainer, recorder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.begin()
         if state.global_step == 0:
             evaluate(self.trainer, self.recorder)
 
 
-def record(trainer: Trainer, evaluation: Evaluation, test_rows: list[Row]) -> Recorder:
+def record(trainer: SupervisedTrainer, evaluation: Evaluation, test_rows: list[Row]) -> Recorder:
     """Makes the trainer evaluate val and test before its first step, and record that and whatever follows."""
     recorder = Recorder(evaluation, test_rows)
     trainer.add_callback(recorder)
@@ -74,7 +75,7 @@ def record(trainer: Trainer, evaluation: Evaluation, test_rows: list[Row]) -> Re
     return recorder
 
 
-def evaluate(trainer: Trainer, recorder: Recorder) -> None:
+def evaluate(trainer: SupervisedTrainer, recorder: Recorder) -> None:
     """Val and test, unless they were evaluated at this step."""
     step = trainer.state.global_step
     if ("val", step) not in recorder.done:
@@ -83,31 +84,16 @@ def evaluate(trainer: Trainer, recorder: Recorder) -> None:
         trainer.evaluate(recorder.test_rows, metric_key_prefix="test")
 
 
-def evaluate_at_end(trainer: Trainer, recorder: Recorder) -> None:
+def evaluate_at_end(trainer: SupervisedTrainer, recorder: Recorder) -> None:
     """Evaluates the model that will be saved: with load_best_model_at_end it is not the one of the last step."""
     if trainer.args.load_best_model_at_end:
         recorder.done.clear()
     evaluate(trainer, recorder)
 
 
-class AdapterTrainer(Trainer):  # type: ignore[misc]
-    """Its checkpoints hold the adapter alone, in folders that are a model_name."""
-
-    policy: LanguageModel
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if self.args.should_save:
-            adapters.save_pretrained(self.policy, output_dir or self.args.output_dir, state_dict)
-            self.processing_class.save_pretrained(output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        adapters.load_weights(self.policy.lm, resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        adapters.load_weights(self.policy.lm, self.state.best_model_checkpoint)
-
-
-def make_trainer(args: TrainingArguments, model: LanguageModel, tokenizer: Any, rows: dict[str, list[Row]]) -> Trainer:
+def make_trainer(
+    args: TrainingArguments, model: LanguageModel, tokenizer: Any, rows: dict[str, list[Row]], ranks: Ranks
+) -> SupervisedTrainer:
     """A trainer whose loss is the mean over the labels of all ranks and micro-batches of a step."""
     seq2seq = model.start_token_id is not None
 
@@ -124,9 +110,10 @@ def make_trainer(args: TrainingArguments, model: LanguageModel, tokenizer: Any, 
         total, count = prediction.predictions.astype(float).sum(0)
         return {"nll": total / count, "perplexity": math.exp(min(total / count, 700))}
 
-    has_adapter = bool(lora_layers(model.lm))
-    trainer = (AdapterTrainer if has_adapter else Trainer)(
-        model=model.lm,
+    spread(args, model, ranks)
+    trainer = (ShardedTrainer if ranks.strategy.name == "fsdp2" else SupervisedTrainer)(
+        policy=model,
+        ranks=ranks,
         args=args,
         train_dataset=rows["train"],
         eval_dataset=rows["val"],
@@ -136,6 +123,5 @@ def make_trainer(args: TrainingArguments, model: LanguageModel, tokenizer: Any, 
         preprocess_logits_for_metrics=sums,
         compute_metrics=metrics,
     )
-    trainer.policy = model
     trainer.remove_callback(PrinterCallback)  # we say what there is to say
     return trainer

@@ -168,7 +168,9 @@ class Spy(torch.nn.Linear):
         return super().forward(states)
 
 
-def run_chunks(chunk: int, *, restricted: bool, unrestricted: bool, n: int = N) -> tuple[list[Tensor], list[int]]:
+def run_chunks(
+    chunk: int, *, restricted: bool, unrestricted: bool, n: int = N, calls: int = 1
+) -> tuple[list[Tensor], list[int]]:
     """Results and gradients (states, head weight, head bias) of token_logprobs, and the rows of each head call."""
     torch.manual_seed(3)
     head, states = Spy(), torch.randn(n, H, requires_grad=True)
@@ -182,6 +184,7 @@ def run_chunks(chunk: int, *, restricted: bool, unrestricted: bool, n: int = N) 
         temperature=0.7,
         mask=(lambda rows: mask[:n][rows]) if restricted else None,
         chunk=chunk,
+        calls=calls,
         unrestricted=unrestricted,
     )
     sum((k + 1) / 20 * (x * torch.arange(1, n + 1)).sum() for k, x in enumerate(results)).backward()
@@ -233,3 +236,13 @@ def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
     results, _ = run_chunks(3, restricted=False, unrestricted=True, n=0)
     assert [x.shape for x in results[:3]] == [(0,)] * 3
     assert all(x is not None and not x.any() for x in results[3:])
+
+
+@pytest.mark.parametrize("n", [0, 1, N])
+@pytest.mark.parametrize("chunk, calls, expected", [(3, 5, 10), (3, 1, 6), (N, 2, 4)])
+def test_a_head_in_parts_is_called_so_often_whatever_counts_here(n: int, chunk: int, calls: int, expected: int) -> None:
+    alone, _ = run_chunks(chunk, restricted=True, unrestricted=True, n=n)
+    got, rows = run_chunks(chunk, restricted=True, unrestricted=True, n=n, calls=max(calls, -(-N // chunk)))
+    assert len(rows) == expected and sum(rows) == 2 * n, "each is called again in the backward pass"
+    assert all(torch.equal(x, y) for x, y in zip(got[:4], alone[:4], strict=True))
+    torch.testing.assert_close(got, alone, rtol=1e-6, atol=1e-5)

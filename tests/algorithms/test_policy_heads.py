@@ -54,6 +54,29 @@ def test_the_head_sees_counted_positions_only_and_a_chunk_at_a_time(family: str)
     assert sum(rows) == n and set(rows[:-1]) == {6} and rows[-1] <= 6 and len(rows) > 2
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_two_ranks_in_step_call_the_head_equally_often(family: str) -> None:
+    lm = make_lm(family)
+    model, inputs = LanguageModel(lm), dict(episodes(lm, SPECS["all"]))
+    model.logits_chunk_bytes = 4 * VOCAB * 6
+    asked: list[int] = []
+    calls, gradients = [], []
+    for mask in (inputs["response_mask"], torch.zeros_like(inputs["response_mask"])):
+        inputs["response_mask"] = mask
+        alone = model(**inputs)
+        model.agree = lambda mine: asked.append(mine) or 3
+        with counting_calls(lm.get_output_embeddings()) as shapes:
+            scores = model(**inputs)
+            (scores.logprobs + scores.entropy).sum().backward()
+        model.agree = int
+        assert torch.equal(scores.logprobs, alone.logprobs) and torch.equal(scores.entropy, alone.entropy)
+        calls.append(len(shapes))
+        gradients.append([p.grad.abs().max() for p in model.parameters()])
+        model.zero_grad()
+    assert asked == [3, 1] and calls == ([6, 6] if model.head else [1, 1]), "each again in the backward pass"
+    assert not any(gradients[1]) and any(gradients[0])
+
+
 @pytest.mark.parametrize("megabytes", [1, 64])
 def test_chunks_are_sized_by_memory(megabytes: int) -> None:
     model = LanguageModel(shared_lm("gpt2"), logits_chunk_mb=megabytes)
@@ -134,3 +157,16 @@ def test_a_model_that_sees_later_tokens_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="BertLMHeadModel is not causal"):
         LanguageModel(AutoModelForCausalLM.from_config(config).eval())
+
+
+def test_a_value_head_that_was_cast_still_gives_float32() -> None:
+    model = ActorCritic(LanguageModel(make_lm("gpt2"))).bfloat16()
+    torch.nn.init.normal_(model.value_head.weight)
+    states = torch.randn(5, 4, model.policy.state_size)
+    expected = (states.double() @ model.value_head.weight.double().T)[..., 0].float()
+    with counting_calls(model.value_head) as calls, torch.autocast("cpu", dtype=torch.bfloat16):
+        values = model.value_of(states)
+    assert values.dtype == torch.float32 and model.value_head.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(values, expected, **TOLERANCE)
+    assert calls == [states.shape], "as a module: an engine's hooks are on it"
+    assert "value_head.weight" in model.state_dict()

@@ -167,6 +167,21 @@ def test_a_micro_batch_in_which_nothing_counts_gives_zero_gradients_to_every_par
     assert not any(gradient.any() for gradient in gradients(model, inputs).values())
 
 
+@VALUE_MODELS
+def test_values_alone_are_those_of_the_whole_forward_and_train_the_critic_alone(folder: Path, value_model: str) -> None:
+    model, inputs = with_values(load_actor_critic(str(folder), value_model=value_model)), episodes()
+    whole = model(**inputs)
+    head = model.policy.lm.get_output_embeddings()
+    with counting_calls(head) as heads, counting_calls(first_layer(model.policy.lm)) as blocks:
+        alone = model(**inputs, critic_only=True, temperature=0.7)
+    assert torch.equal(alone.values, whole.values) and alone.logprobs.shape == whole.logprobs.shape
+    assert not any(x.any() for x in (alone.logprobs, alone.entropy, alone.raw_logprobs))
+    assert not heads and len(blocks) == (value_model == "shared")
+    alone.values.sum().backward()
+    trained = {name.split(".")[0] for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == ({"value_head"} if value_model == "shared" else {"value_head", "critic"})
+
+
 @EVERY_FAMILY
 def test_every_parameter_is_trained(folder: Path) -> None:
     model = with_values(load_actor_critic(str(folder)))

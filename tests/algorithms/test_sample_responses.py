@@ -1,5 +1,7 @@
 """Whole responses: the fast way (cache, padding, a shrinking batch) against one token at a time without any of it."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +26,7 @@ from transformers import Lfm2Config, MambaConfig, OpenAIGPTConfig, PreTrainedMod
 
 from algorithms.packing import unpack_mask
 from algorithms.padding import takes_position_ids
-from algorithms.sampling import Responses, SamplingSpec, allowed_tokens, sample_responses
+from algorithms.sampling import MaskSpec, Responses, SamplingSpec, allowed_tokens, sample_responses
 
 T = 9
 STOPS = [EOS, *range(11, 18)]
@@ -38,11 +40,17 @@ def uniforms(rows: int, seed: int = 5) -> Tensor:
 
 
 def sample(
-    lm: PreTrainedModel, prompts: tuple[Tensor, Tensor], u: Tensor, spec: SamplingSpec = PLAIN, stop_on_eos: bool = True
+    lm: PreTrainedModel,
+    prompts: tuple[Tensor, Tensor],
+    u: Tensor,
+    spec: SamplingSpec = PLAIN,
+    stop_on_eos: bool = True,
+    going_on: Callable[[bool], bool] = bool,
 ) -> Responses:
     # Not a LanguageModel: its probes would be counted among the calls.
     model: Any = SimpleNamespace(lm=lm, needs_positions=takes_position_ids(lm), start_token_id=None)
-    return sample_responses(model, *prompts, u, spec, eos_token_ids=STOPS, stop_on_eos=stop_on_eos, pad_token_id=PAD)
+    options: Any = {"eos_token_ids": STOPS, "stop_on_eos": stop_on_eos, "pad_token_id": PAD, "going_on": going_on}
+    return sample_responses(model, *prompts, u, spec, **options)
 
 
 def naive(lm: PreTrainedModel, prompt: Tensor, u: Tensor, spec: SamplingSpec) -> tuple[list[int], list[list[bool]]]:
@@ -82,6 +90,27 @@ def test_rows_that_ended_leave_the_batch() -> None:
         got = sample(lm, make_prompts(LENGTHS * 4), uniforms(24))
     living = [int((got.lengths > step).sum()) for step in range(int(got.lengths.max()))]
     assert living[-1] < 6 and all(rows <= n / 0.75 for (rows, *_), n in zip(shapes, living, strict=True))
+
+
+@pytest.mark.parametrize("more", [1, 3, T])
+@pytest.mark.parametrize(
+    "spec", [PLAIN, replace(RESTRICTED, mask=MaskSpec(mask_type="topk", size=8))], ids=["plain", "restricted"]
+)
+@pytest.mark.parametrize("lm", [shared_lm("gpt2"), shared_lm("mistral")], ids=["gpt2", "mistral"])
+def test_who_goes_on_for_other_ranks_has_the_same_responses(lm: PreTrainedModel, spec: SamplingSpec, more: int) -> None:
+    (ids, mask), u = make_prompts(LENGTHS * 4), uniforms(24)
+    short = sample(lm, (ids, mask), u, spec).lengths < 6
+    prompts, u = (ids[short], mask[short]), u[short]
+    alone = sample(lm, prompts, u, spec)
+    own = int(alone.lengths.max())
+    steps, told = min(own + more, T), []
+    with counting_calls(first_layer(lm)) as shapes:
+        got = sample(lm, prompts, u, spec, going_on=lambda unfinished: told.append(unfinished) or len(told) < steps)
+    assert own < T and len(u) > 2 and told == [True] * (own - 1) + [False] * (steps - own + 1)
+    assert len(shapes) == steps and {shape[0] for shape in shapes[own:]} == {1}
+    for name, expected in vars(alone).items():
+        found = getattr(got, name)
+        assert found is expected is None or torch.equal(found, expected), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import DDP_CPU, ROOT, launch, lines
+from helpers import lines
 from safetensors.torch import load_file
 from supervised_world import counting, make_world, predictions, run, seq2seq
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -62,30 +62,6 @@ def test_the_configuration_is_saved(world: Path, trained: Path) -> None:
     config = load_config(["--config", str(world / "config.yml")])
     differing = config.differences(json.loads((trained / "config.json").read_text()))
     assert differing == ["alg.training_args.eval_strategy"]
-
-
-def test_two_ranks_train_and_evaluate_as_one_does(world: Path) -> None:
-    """The same batches, gradients and metrics, though each rank sees half a batch and halves differ in tokens."""
-    short = ["--alg.training_args.max_steps=5", "--train_evaluation.eval_batch_size=2"]
-    short += ["--train_evaluation.metrics=[{id: diversity}]", "--alg.generation_kwargs={do_sample: true}"]
-    alone = run(world, "one_rank", *short)
-    script = [ROOT / "train/supervised.py", "--config", world / "config.yml", "--experiment_name", "two_ranks"]
-    done = launch("--config_file", DDP_CPU, *script, *short, "--alg.training_args.per_device_train_batch_size=8")
-    assert done.returncode == 0, done.stdout
-    together = alone.with_name("two_ranks")
-    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (alone, together))
-    assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in ours)
-    for split in ("val", "test"):  # 15 samples: the ranks' shares are unequal
-        rows, others = (lines(path / f"{split}_split_metrics.jsonl") for path in (alone, together))
-        assert [row["iteration"] for row in rows] == [row["iteration"] for row in others] == [0, 5]
-        for row, other in zip(rows, others, strict=True):
-            assert other["metrics"] == pytest.approx(row["metrics"], rel=1e-4)
-        for epoch in (0, 0.333):
-            texts, other_texts = (
-                [(row["sample_id"], row["generated_text"]) for row in predictions(path, split, epoch)]
-                for path in (alone, together)
-            )
-            assert texts == other_texts and len(texts) == 15
 
 
 def test_the_seed_decides(world: Path) -> None:
@@ -173,6 +149,8 @@ def test_adapters(family: str, save_merged: bool, world: Path) -> None:
         (["--alg.training_args.output_dir=x"], "results go to tracking.output_dir"),
         (["--alg.training_args.label_smoothing_factor=0.1"], "the loss is the plain mean over tokens"),
         (["--alg.training_args.learning_rate=abc"], "alg.training_args.learning_rate: expected a number, got 'abc'"),
+        (["--alg.training_args.deepspeed=ds.json"], "training_args.deepspeed: the accelerate config decides"),
+        (["--distributed.gpus_per_process=2"], "device maps, which supervised training does not have"),
         (["--alg.model_name=./none"], "there is no folder ./none"),
         (["--datapool.id=dummy_pool", "--datapool.args={prompt: '1'}"], "no references"),
         (["--alg.model_type=seq2seq"], "alg.model_type is seq2seq, but .* is a causal model"),

@@ -76,9 +76,27 @@ def test_a_resume_with_other_samples_or_ranks_is_refused(world: Path, trained: P
         test.write_text(samples)
     assert contents(folder / "checkpoints") == before
     state = folder / "checkpoints" / "state.json"
-    state.write_text(json.dumps({**json.loads(state.read_text()), "world_size": 2}))
-    with pytest.raises(ValueError, match="was written by 2 ranks; this run has 1"):
-        run(world, "changed", *args)
+    described = json.loads(state.read_text())
+    for other, message in (
+        ({"world_size": 2}, "was written by 2 ranks; this run has 1"),
+        ({"strategy": "zero2"}, "under the strategy zero2; this run's is single"),
+    ):
+        state.write_text(json.dumps({**described, **other}))
+        with pytest.raises(ValueError, match=f"{message}.* --init_from .*checkpoints .* starts from its weights"):
+            run(world, "changed", *args)
+
+
+def test_a_run_can_start_from_the_weights_of_another(world: Path, trained: Path) -> None:
+    def first_loss(folder: Path) -> float:
+        start = run(world, "started", "--alg.training_args.max_steps=1", "--overwrite", "--init_from", str(folder))
+        return float(lines(start / "val_split_metrics.jsonl")[0]["metrics"]["supervised/loss"])
+
+    losses = {row["iteration"]: row["metrics"]["supervised/loss"] for row in lines(trained / "val_split_metrics.jsonl")}
+    saved = trained / "checkpoints"
+    for folder, step in ((saved / "checkpoint-75", 75), (saved, 90), (trained, 90), (trained / "model", 90)):
+        assert first_loss(folder) == pytest.approx(losses[step], rel=1e-5), folder
+    with pytest.raises(FileNotFoundError, match="neither a model nor a checkpoint nor the folder of a run with one"):
+        first_loss(world)
 
 
 def test_resuming_what_is_not_there_is_an_error(world: Path) -> None:
