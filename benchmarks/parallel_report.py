@@ -40,6 +40,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "checkpoint s": lambda r: number(r["seconds_checkpoint"], 2),
     "waiting s": lambda r: f"{r['seconds_wait']:.2f} / {r['seconds_wait_max']:.2f}" if r["ranks"] > 1 else "",
     "memory GB": lambda r: number(r.get("gpu_peak_gb", r["memory_gb"]), 2),
+    "others' cores": lambda r: number(r["others_cores"], 1),
     "scatter": lambda r: f"{r['scatter']:.0%}",
 }
 

@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,13 +23,23 @@ PHASES = ("generate", "env", "reward", "score", "update", "wait")
 Row = dict[str, Any]
 
 
-class Memory:
-    """Watches the ranks below a process: the most memory (RSS, bytes) of each after the first iteration, by rank."""
+class Watch:
+    """What the metrics do not tell, from the first iteration on: the most memory (RSS, bytes) of each rank below a
+    launcher, by rank, and how many of the machine's cores were busy."""
 
     def __init__(self, launcher: int, n_ranks: int, metrics: Path) -> None:
         self.launcher, self.n_ranks, self.metrics = psutil.Process(launcher), n_ranks, metrics
         self.ranks: dict[int, psutil.Process] = {}
         self.peaks: dict[int, int] = {}
+        self.busy: list[tuple[float, float]] = []  # (time, CPU-seconds that the machine has worked until then)
+
+    @property
+    def busy_cores(self) -> float:
+        """Mean over the time that was watched."""
+        if len(self.busy) < 2:
+            return 0.0
+        (start, before), (end, after) = self.busy[0], self.busy[-1]
+        return (after - before) / (end - start)
 
     def look(self) -> None:
         """Takes one sample."""
@@ -36,6 +47,8 @@ class Memory:
             if len(self.ranks) < self.n_ranks:
                 self._find()
             if self.metrics.exists() and self.metrics.stat().st_size:
+                used = psutil.cpu_times()
+                self.busy = [*self.busy[:1], (time.perf_counter(), used.user + used.nice + used.system)]
                 for rank, process in self.ranks.items():
                     self.peaks[rank] = max(self.peaks.get(rank, 0), process.memory_info().rss)
 
@@ -47,13 +60,13 @@ class Memory:
 
 
 @contextlib.contextmanager
-def watching(memory: Memory, every: float = 0.2) -> Iterator[None]:
+def watching(what: Watch, every: float = 0.2) -> Iterator[None]:
     """Samples in a thread while the context lasts."""
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(every):
-            memory.look()
+            what.look()
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -77,10 +90,8 @@ def environment(case: Case, gpu: bool) -> dict[str, str]:
     return env
 
 
-def launch(
-    case: Case, folder: Path, *, gpu: bool, options: Sequence[str], timeout: float
-) -> tuple[str | None, dict[int, int]]:
-    """Runs a case: (why it failed, or None; peak of memory by rank). Whatever was started is ended."""
+def launch(case: Case, folder: Path, *, gpu: bool, options: Sequence[str], timeout: float) -> tuple[str | None, Watch]:
+    """Runs a case: (why it failed, or None; what was seen). Whatever was started is ended."""
     words = command(case, folder, gpu=gpu, options=options)
     log = folder / "cases" / f"{case.name}.log"
     metrics = folder / "cases" / case.name / "metrics.jsonl"
@@ -89,17 +100,17 @@ def launch(
         process = subprocess.Popen(
             words, cwd=ROOT, env=environment(case, gpu), stdout=file, stderr=file, start_new_session=True
         )
-        memory = Memory(process.pid, case.processes, metrics)
+        watch = Watch(process.pid, case.processes, metrics)
         try:
-            with watching(memory):
+            with watching(watch):
                 process.wait(timeout)
         except subprocess.TimeoutExpired:
-            return f"not done after {timeout:.0f} s", memory.peaks
+            return f"not done after {timeout:.0f} s", watch
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return (None if process.returncode == 0 else reason(log.read_text(errors="replace"))), memory.peaks
+    return (None if process.returncode == 0 else reason(log.read_text(errors="replace"))), watch
 
 
 def reason(log: str) -> str:
@@ -141,7 +152,7 @@ def run_once(case: Case, folder: Path, *, gpu: bool, options: Sequence[str], tim
     """A case as a row: its settings, and its numbers or the reason why there are none."""
     row: Row = {**asdict(case), "gpu": gpu, "options": list(options)}
     try:
-        problem, peaks = launch(case, folder, gpu=gpu, options=options, timeout=timeout)
+        problem, watch = launch(case, folder, gpu=gpu, options=options, timeout=timeout)
         rows = read_jsonl(folder / "cases" / case.name / "metrics.jsonl")
         if problem is None and len(rows) < 2:
             problem = "fewer than two iterations"
@@ -149,9 +160,14 @@ def run_once(case: Case, folder: Path, *, gpu: bool, options: Sequence[str], tim
         problem = str(error)
     if problem is not None:
         return {**row, "failed": problem}
-    gigabytes = [peaks[rank] / 1e9 for rank in sorted(peaks)]
-    memory = {"memory_gb": max(gigabytes, default=None), "memory_gb_by_rank": gigabytes}
-    return {**row, "failed": None, **measured(rows), **memory}
+    numbers = measured(rows)
+    gigabytes = [watch.peaks[rank] / 1e9 for rank in sorted(watch.peaks)]
+    seen = {
+        "memory_gb": max(gigabytes, default=None),
+        "memory_gb_by_rank": gigabytes,
+        "others_cores": max(0.0, watch.busy_cores - case.processes * numbers["cores_per_rank"]),
+    }
+    return {**row, "failed": None, **numbers, **seen}
 
 
 def run_case(

@@ -8,6 +8,8 @@ Policy, critic, reference and a learned reward, all of the same size; two epochs
 after every iteration. Each case is an `accelerate launch`; its first iteration warms up, and the numbers are medians of
 the others. A case that fails is a row with the reason. What was finished before in --runs is not run again. Writes
 table.md, results.csv, results.json and a picture per study. On GPUs: --gpu, and --models FOLDER_OR_NAME for real ones.
+
+Measure on a machine that does nothing else: the table's others' cores says how many were busy with something else.
 """
 
 import argparse
@@ -95,7 +97,7 @@ def run(cases: Sequence[Case], args: argparse.Namespace) -> dict[Case, Row]:
 
 
 def report(studies: Mapping[str, Study], rows: dict[Case, Row], args: argparse.Namespace) -> None:
-    options = {name: value for name, value in vars(args).items() if value is not None}
+    options = {name: value for name, value in vars(args).items() if value is not None and name not in ("runs", "out")}
     print(write(studies, rows, options, args.out or args.runs / "results"))
 
 

@@ -86,7 +86,12 @@ def arguments(case: Case, folder: Path, shape: tuple[int, int, int] | None = Non
 
 
 def measure(
-    case: Case, folder: Path, *, shape: tuple[int, int, int] | None = None, returning: bool = False, timeout: float = 900
+    case: Case,
+    folder: Path,
+    *,
+    shape: tuple[int, int, int] | None = None,
+    returning: bool = False,
+    timeout: float = 900,
 ) -> list[int]:
     """Runs the case: for each rank, bytes of its highest resident memory above what it has after its imports.
 

@@ -30,16 +30,19 @@ FEW: dict[str, Any] = {
     "train_evaluation__eval_every": 0,
     "train_evaluation__keep_last": 9,
 }
-# Responses of one length and one optimizer step per pass: then two ranks have the batches of one process. The epsilon
-# keeps Adam from making full steps out of gradients that are nothing but rounding.
+# Responses of one length and one optimizer step per pass: then two ranks have the batches of one process. Those without
+# EOS do not count in the losses, so that each rank has another number of tokens that do. The epsilon keeps Adam from
+# making full steps out of gradients that are nothing but rounding.
 WHOLE: dict[str, Any] = {
     **FEW,
     "alg__args": {"n_steps": 16, "batch_size": 999, "n_epochs": 2, "micro_batch_size": 4, "learning_rate": 0.02},
     "alg__args__critic_learning_rate": 0.05,
     "alg__args__warmup_iterations": 3,
     "alg__kl_div__target_kl": 0.05,
-    "alg__policy__args__generation_kwargs": {"min_new_tokens": 8},
+    "alg__policy__args__generation_kwargs": {"min_new_tokens": 7},
     "alg__policy__args__optimizer_kwargs": {"eps": 1e-3},
+    "env__args__mask_truncated": True,
+    "reward_fn__missing_eos_penalty": 1.0,
     "train_evaluation__n_iters": 5,
 }
 # Ranks differ in everything that may differ: lengths, waves, micro-batches, chunks of the head, evaluation batches.
@@ -56,6 +59,8 @@ RAGGED: dict[str, Any] = {
     "train_evaluation__eval_batch_size": 2,
     "train_evaluation__max_eval_samples": 5,
 }
+EOS = 1
+TIMEOUT = 280  # seconds of a launch
 ENDED_BY = "Signal 9 (SIGKILL)"
 
 
@@ -91,8 +96,8 @@ def make_models(folder: Path) -> Path:
     for family, wide in (("gpt2", False), ("gpt2", True), ("t5", False), ("llama", False), ("llama", True)):
         tokenizer = wrap(numbers_tokenizer(4096 if wide else 29), 32, family)
         model = build_model(family, tokenizer, layers=2, hidden=32, heads=4, positions=32, seed=0)
-        if wide:
-            prefer(model, int(tokenizer.eos_token_id), by=2.2)
+        if family != "t5":
+            prefer(model, int(tokenizer.eos_token_id), by=2.2 if wide else 1.0)
         save(folder / f"{family}{'_wide' if wide else ''}", model, tokenizer)
     return folder
 
@@ -163,7 +168,10 @@ def run_script(
         return subprocess.run(call, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     on_cpu = None if strategy.startswith("zero") else "true"  # with it, accelerate would run DDP instead of DeepSpeed
     options = ["--config_file", str(accelerate_config(folder, strategy)), "--num_processes", str(processes)]
-    return launch(*options, *arguments, timeout=280, ACCELERATE_USE_CPU=on_cpu)
+    try:
+        return launch(*options, *arguments, timeout=TIMEOUT, ACCELERATE_USE_CPU=on_cpu)
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"hangs, or is slow: {(error.output or b'').decode()[-4000:]}") from None
 
 
 def fixed_batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ _plain = F.scaled_dot_product_attention
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
         sums = torch.empty(q.shape[:-1], dtype=torch.float32)
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.to(q.dtype)

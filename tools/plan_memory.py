@@ -22,8 +22,8 @@ Kind = Callable[[Any, Sequence[Any], Tensor], "str | None"]
 class Heap:
     """glibc's allocator as runs on CPUs have it (train.setup.reuse_freed_memory), in this very process.
 
-    It is asked for the blocks of a run in their order, beside the small ones of torch's own; none is ever written to, so
-    that they take no memory. How far it grows says what the holes between blocks cost.
+    It is asked for the blocks of a run in their order, beside the small ones of torch's own; none is ever written to,
+    so that they take no memory. How far it grows says what the holes between blocks cost.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, kind: Kind = lambda *_: None, heap: Heap | None = None) -> None:
         super().__init__()
         self.kind, self.heap = kind, heap
-        self.purpose, self.blind = "other", False
+        self.purpose, self.blind = "batches", False
         self.live: Counter[str] = Counter()
         self.peak = Peak()
         self._highest = self._total = 0
@@ -153,18 +153,25 @@ class Ledger(TorchDispatchMode):
         finally:
             self.blind = before
 
+    def take(self, purpose: str, n: int, *, in_heap: bool = True) -> int | None:
+        """n bytes more are in use; returns what `give` needs to know. in_heap: in the CPU allocator's blocks."""
+        self._change(purpose, n)
+        return self.heap.take(n) if self.heap and in_heap else None
+
+    def give(self, purpose: str, n: int, block: int | None) -> None:
+        """They are no longer."""
+        self._change(purpose, -n)
+        if self.heap:
+            self.heap.give(block)
+
     @contextlib.contextmanager
     def holding(self, purpose: str, n: float, *, in_heap: bool = True) -> Iterator[None]:
-        """n bytes more are in use in the context. in_heap: they lie in the CPU allocator's blocks."""
-        size = int(n)
-        block = self.heap.take(size) if self.heap and in_heap else None
-        self._change(purpose, size)
+        """n bytes more are in use in the context."""
+        block = self.take(purpose, int(n), in_heap=in_heap)
         try:
             yield
         finally:
-            self._change(purpose, -size)
-            if self.heap and in_heap:
-                self.heap.give(block)
+            self.give(purpose, int(n), block)
 
     @contextlib.contextmanager
     def phase(self) -> Iterator[list[Peak]]:

@@ -1,4 +1,4 @@
-"""The models of a run with all their shapes and no numbers, made by the run's own functions out of config.json alone."""
+"""A run's models with all their shapes and no numbers, made by the run's own functions out of config.json alone."""
 
 import contextlib
 import copy

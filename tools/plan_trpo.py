@@ -9,14 +9,12 @@ from torch import Tensor
 from algorithms.trpo import restricted_logits, surrogate, trust_region_step
 from algorithms.trust_region import trainable
 from tools.plan_work import Work
-from train.config import Config
 
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def trpo_update(config: Config, actor_critic: Any, work: Work, precision: Precision, micro_batches: int) -> None:
-    """Gradient, two steps of the conjugate gradient, one of the line search."""
-    policy = actor_critic.policy
+def trpo_update(policy: Any, work: Work, precision: Precision) -> None:
+    """Gradient, two steps of the conjugate gradient, one of the line search, on one micro-batch."""
 
     def objective(part: dict[str, Any]) -> Tensor:
         with precision():
@@ -30,7 +28,7 @@ def trpo_update(config: Config, actor_critic: Any, work: Work, precision: Precis
 
     trust_region_step(
         trainable(policy),
-        [work.inputs(work.step_rows, policy) for _ in range(min(micro_batches, 2))],
+        [work.inputs(work.step_rows, policy)],
         objective=objective,
         logits=logits,
         n_tokens=1.0,

@@ -10,7 +10,7 @@ from torch import Tensor
 from algorithms.policy import LanguageModel
 from algorithms.sampling import MaskSpec, SamplingSpec
 from algorithms.trust_region import trainable
-from train.config import A2CAlg, Config, NLPOAlg, RLAlg, SupervisedAlg, TRPOAlg
+from train.config import Config, NLPOAlg, RLAlg, SupervisedAlg, TRPOAlg
 from train.supervised_data import token_losses
 
 UNKNOWN_PROMPT = 512
@@ -62,8 +62,8 @@ class Work:
         batch = getattr(alg.args, "batch_size", tokens)
         steps = min(math.ceil(tokens / batch), episodes)
         rows = math.ceil(episodes / steps)
-        if isinstance(alg, TRPOAlg | A2CAlg):
-            steps, rows = 1, episodes
+        if isinstance(alg, TRPOAlg):
+            rows = episodes  # of its policy's step, the largest
         micro = min(alg.args.micro_batch_size, rows)
         limit = config.train_evaluation.max_eval_samples or config.train_evaluation.eval_batch_size
         return Work(

@@ -60,7 +60,7 @@ def plan(
         maps = {name: _inferred(model, shares[name], wanted != "sequential") for name, model in models.items()}
         if any("disk" in device_map.values() for device_map in maps.values()):
             raise ValueError(_too_large(models, capacity))
-        return maps
+        return {name: _expanded(maps[name], model) for name, model in models.items()}
     given = _checked(wanted, policy, len(capacity))
     return {name: _expanded(_renamed(given, policy, model), model) for name, model in models.items()}
 
@@ -174,11 +174,13 @@ def _renamed(given: DeviceMap, policy: PreTrainedModel, model: PreTrainedModel) 
 
 def _expanded(given: DeviceMap, module: nn.Module, name: str = "", gpu: int = 0) -> DeviceMap:
     """The map without modules of which a part is elsewhere, and with all that it leaves out (rotary tables, which
-    nothing is stored of): accelerate's hooks of a module and of its parts would contradict each other."""
+    nothing is stored of). accelerate's hooks of a module and of its parts would contradict each other, and it takes the
+    whole model, "", to be on the first GPU whatever the map says."""
     gpu, prefix = given.get(name, gpu), f"{name}." if name else ""
-    if not any(key.startswith(prefix) and key != name for key in given):
+    if name and not any(key.startswith(prefix) for key in given):
         return {name: gpu}
-    found = {prefix + own: gpu for own in (*module._parameters, *module._buffers)}
+    tensors = [prefix + own for own in (*module._parameters, *module._buffers)]
+    found = {tensor: given.get(tensor, gpu) for tensor in tensors}
     for child_name, child in module.named_children():
         found |= _expanded(given, child, prefix + child_name, gpu)
     return found

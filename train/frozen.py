@@ -19,7 +19,6 @@ from transformers.pytorch_utils import Conv1D
 from algorithms.policy import LanguageModel
 from train.config_policy import PolicyArgs
 
-_SHARDED = ("zero3", "fsdp2", "tensor_parallel")
 _BLOCK = 64  # inputs that share a scale in NF4
 _QUANTIZED = ("Int8Params", "Params4bit")  # classes of bitsandbytes, which may not be there
 
@@ -37,10 +36,10 @@ def check_frozen(args: PolicyArgs, strategy: str) -> None:
         )
     if bits is None:
         return
-    if strategy in _SHARDED:
+    if strategy not in ("single", "ddp"):
         raise ValueError(
-            f"alg.policy.args.reference_quantization: {strategy} cuts the reference into parts, and quantised weights "
-            "cannot be cut; leave it out, or take reference_device"
+            f"alg.policy.args.reference_quantization: {strategy} cuts or casts the reference's weights, and quantised "
+            "ones bear neither; leave it out, or take reference_device"
         )
     if find_spec("bitsandbytes") is None:
         raise ValueError(

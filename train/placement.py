@@ -139,13 +139,10 @@ def dispatch(
     model: PreTrainedModel,
     device_map: Mapping[str, torch.device],
     main_device: torch.device,
-    *,
-    force_hooks: bool = False,
 ) -> None:
     """Moves the modules of a model to their devices, in place, and lets inputs follow from one to the next.
 
-    Whatever is called from outside (see `_doors`) gives its outputs on main_device. force_hooks: also where all devices
-    are the same, as they are on the CPU.
+    Whatever is called from outside (see `_doors`) takes its inputs from anywhere and gives outputs on main_device.
     """
     places = {name: str(device) for name, device in device_map.items()}
     with warnings.catch_warnings():
@@ -153,9 +150,9 @@ def dispatch(
         dispatch_model(
             model,
             places,
-            main_device=str(main_device),  # type: ignore[arg-type]
+            main_device=str(main_device),
             skip_keys=list(model._skip_keys_device_placement or []),
-            force_hooks=force_hooks or main_device.type == "cpu",
+            force_hooks=True,  # also where all is on one device: it may be another than the inputs'
         )
     # accelerate refuses to train what has this mark with several processes; here DDP is told what it needs to know.
     del model.hf_device_map

@@ -132,7 +132,7 @@ def test_what_is_done_is_not_done_again_and_what_scatters_is(tmp_path: Path, mon
 
 def row_of(case: Case, seconds: float, **more: Any) -> Row:
     numbers = measured([iteration(seconds, 100 * case.ranks)] * 3)
-    return {**asdict(case), "failed": None, **numbers, "memory_gb": 0.5, "memory_gb_by_rank": [0.5], **more}
+    return {**asdict(case), "failed": None, **numbers, "memory_gb": 0.5, "others_cores": 0.1, **more}
 
 
 def test_tables_files_and_pictures(tmp_path: Path) -> None:
@@ -171,6 +171,7 @@ def test_two_real_ranks_are_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
     main(words)
     (row,) = json.loads((tmp_path / "results" / "results.json").read_text())["rows"]
     assert row["failed"] is None and row["tokens"] == 2 * 2 * 4
+    assert 0 <= row["others_cores"] < psutil.cpu_count()
     assert len(row["memory_gb_by_rank"]) == 2 and min(row["memory_gb_by_rank"]) > 0.1
     assert all(row[f"seconds_{phase}"] > 0 for phase in ("generate", "env", "reward", "score", "update", "checkpoint"))
     assert "ddp |" in capsys.readouterr().out

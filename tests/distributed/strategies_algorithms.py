@@ -19,6 +19,7 @@ SAME_BATCH: dict[str, Any] = {
     "alg__policy__args__optimizer_class": "SGD",
     "train_evaluation__n_iters": 2,
     "train_evaluation__save_every": 0,
+    "train_evaluation__generation_kwargs": {"max_new_tokens": 1},
 }
 
 
@@ -41,7 +42,7 @@ def train_all(folder: Path, models: Path, n_envs: int, families: tuple[str, ...]
 
 def options(algorithm: str, family: str, n_envs: int) -> dict[str, Any]:
     """Changes that make the tests' base configuration a run of the algorithm."""
-    args: dict[str, Any] = {"n_steps": 16, "learning_rate": 0.5}
+    args: dict[str, Any] = {"n_steps": 8, "learning_rate": 0.5, "micro_batch_size": 4}
     if algorithm != "a2c":
         args["batch_size"] = 999
     if algorithm == "trpo":  # many steps of the conjugate gradient make more of rounding than a gradient does

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from algorithm_runs import options_of, script_of
-from helpers import command, flat, small_run
+from helpers import command, distance, flat, small_run
 
 from train import placement
 from train.config import load_config
@@ -78,7 +78,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"alg__policy__args__reference_device": "disk", "alg__policy__args__reference_quantization": "int8"},
         "quantised weights cannot wait elsewhere",
     ),
-    ("zero3", {"alg__policy__args__reference_quantization": "int8"}, "quantised weights cannot be cut"),
+    ("zero2", {"alg__policy__args__reference_quantization": "int8"}, "zero2 cuts or casts the reference's weights"),
 ]
 
 
@@ -123,7 +123,11 @@ def test_a_spread_run_is_the_plain_one_and_can_go_on_as_one(
         trained(run, algorithm)
     assert "device map of the policy: GPU 0" in capsys.readouterr().out
     with small_run(spread, models(family), resume=True, **options) as run:  # without the map
-        assert run.state.iteration == 1 and torch.equal(trained(run, algorithm), plain)
+        assert run.state.iteration == 1
+        before = flat(run.ranks.unwrap(run.model))
+        after = trained(run, algorithm)
+    # Not to the bit: MKL's products depend on where in memory a matrix happens to begin.
+    assert distance(after - before, plain - before) < 1e-4 < distance(before, plain)
 
 
 def test_on_one_gpu_rl4lms_model_parallelism_is_a_line_in_the_log(

@@ -126,7 +126,8 @@ def test_a_map_by_hand_is_of_the_policys_modules_and_serves_every_model(family: 
     policy, critic, reference = on_meta(family)
     maps = plan(BY_HAND[family], policy, {"critic": critic, "reference": reference}, [0, 0])
     given = {name: int(device) for name, device in BY_HAND[family].items()}
-    assert maps["reference"] == maps["policy"] and maps["policy"].items() >= given.items()
+    assert maps["reference"] == maps["policy"] and "" not in maps["policy"]
+    assert all(device_of(name, maps["policy"]) == device_of(name, given) for name in tensors_of(policy))
     on_critic = {name: device_of(name, maps["critic"]) for name in tensors_of(critic)}
     prefix = "" if family == "t5" else f"{policy.base_model_prefix}."
     assert on_critic == {name: device_of(prefix + name, given) for name in on_critic}
