@@ -106,7 +106,7 @@ class Decoding:
 
     def keep(self, rows: Tensor) -> None:
         """Drop all but these rows (int64 [n])."""
-        self.cache.batch_select_indices(rows)
+        self.cache.batch_select_indices(rows.cpu())  # its layers may lie on several devices
         self.mask = self.mask[rows]
         if self.is_seq2seq:
             self.encoded.last_hidden_state = self.encoded.last_hidden_state[rows]

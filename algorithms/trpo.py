@@ -124,7 +124,8 @@ def fisher_vector_product(
     pieces, total = split_like(vector, params), torch.zeros_like(vector)
     for batch in batches:
         first = torch.autograd.grad(kl(batch), params, create_graph=True, allow_unused=True, materialize_grads=True)
-        slope = torch.stack([(gradient * piece).sum() for gradient, piece in zip(first, pieces, strict=True)]).sum()
+        slopes = [(gradient * piece).sum() for gradient, piece in zip(first, pieces, strict=True)]
+        slope = torch.stack([x.to(vector.device) for x in slopes]).sum()
         total += flatten(torch.autograd.grad(slope, params, allow_unused=True, materialize_grads=True))
     return reduce(total) / n_tokens
 
@@ -168,7 +169,7 @@ def measure(
             assign(params, old)
             before = logits(batch)
             assign(params, vector)
-            sums += torch.stack([objective(batch).double(), kl_sum(before, logits(batch)).double()])
+            sums += torch.stack([objective(batch).double(), kl_sum(before, logits(batch)).double()]).to(old.device)
     return sums
 
 

@@ -26,7 +26,6 @@ from tools.plan_report import as_json, show
 from tools.plan_result import Plan, make_plan
 from train.config import load_config
 from train.script import run_script
-from train.setup import reuse_freed_memory
 
 
 def plan(
@@ -68,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     given, rest = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     set_verbosity_error()
     disable_progress_bar()
-    reuse_freed_memory()
     console, machine = Console(width=None if sys.stdout.isatty() else 120), parse_machine(given.gpus)
     options: dict[str, Any] = {"strategy": given.strategy, "processes": given.num_processes}
     options["bf16"] = given.mixed_precision == "bf16"

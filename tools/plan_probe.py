@@ -2,10 +2,14 @@
 
 import contextlib
 import io
+import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from tqdm import tqdm
 from algorithms.sampling import sample_responses
 from envs.rewards.contract import call_batched
 from train.config import load_config
+from train.script import run_script
 from train.setup import Run, start
 
 SECONDS = {"generate": 20.0, "update": 25.0, "env": 8.0}
@@ -36,11 +41,23 @@ class Probe:
 
 
 def probe(argv: Sequence[str], rows: Sequence[int], micro_rows: Sequence[int]) -> Probe:
-    """Measures with one process and one worker. rows, micro_rows: sizes to try, smallest first.
+    """Measures in a process of its own. rows, micro_rows: sizes to try, smallest first.
 
-    Raises what a run would raise at its start: ValueError for parts that do not fit, OSError for weights that are not
-    here.
+    Raises ValueError if the run cannot start here.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        asked, found = Path(folder) / "asked.json", Path(folder) / "found.json"
+        asked.write_text(json.dumps([list(argv), list(rows), list(micro_rows)]))
+        done = subprocess.run([sys.executable, "-m", "tools.plan_probe", str(asked), str(found)], check=False)
+        if done.returncode or not found.is_file():
+            raise ValueError("the run does not start here; the lines above say why")
+        read = json.loads(found.read_text())
+    speeds = {name: {int(n): speed for n, speed in read[name].items()} for name in ("generate", "update")}
+    return Probe(**{**read, **speeds})
+
+
+def measure(argv: Sequence[str], rows: Sequence[int], micro_rows: Sequence[int]) -> Probe:
+    """Measures with one process and one worker; raises whatever a run would raise at its start."""
     group = getattr(load_config(argv).alg.args, "num_generations", 1)
     with tempfile.TemporaryDirectory() as folder, tqdm(total=3, desc="measuring", leave=False) as bar:
         quiet = ["--tracking.output_dir", folder, "--tracking.trackers=[]", "--env.n_workers=1"]
@@ -141,3 +158,13 @@ def _environments(run: Run) -> tuple[float, float]:
     before = time.perf_counter()
     call_batched(run.sampler.device_reward, episodes)
     return env, (time.perf_counter() - before) / n
+
+
+def main() -> None:
+    """What `probe` starts: from a file with its arguments to a file with what was found."""
+    asked, found = map(Path, sys.argv[1:])
+    found.write_text(json.dumps(asdict(measure(*json.loads(asked.read_text())))))
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,6 +1,8 @@
 """From a dry run to what each device and the machine's memory have to hold."""
 
+import multiprocessing
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,11 +12,13 @@ from transformers import PreTrainedModel
 from tools.plan_dry_run import MASKS, VECTORS, DryRun, Profile
 from tools.plan_layout import DDP_BUCKETS, Setting, critic_of, weights_row
 from tools.plan_machine import Machine, gpus_of_each
+from tools.plan_memory import Heap
 from tools.plan_models import architecture, bytes_of, count, make_models
 from train import device_maps
 from train.config import Config, RLAlg
 from train.models import Models
 from train.placement import wanted
+from train.setup import reuse_freed_memory
 
 AFTER_IMPORTS = 55e6
 """What a rank's process takes beside tensors once it runs: tokenizer, samples, workers' ends (measured)."""
@@ -84,7 +88,18 @@ class Plan:
 
 def make_plan(config: Config, setting: Setting, machine: Machine) -> Plan:
     """Plans a run by a dry run. Raises ValueError where models cannot be made or spread as the configuration says."""
+    if setting.on_gpu or not Heap.is_there():
+        return _make_plan(config, setting, machine)
+    # The allocator of this process has to stay as it is after the imports, for this plan and for others.
+    with warnings.catch_warnings(), multiprocessing.get_context("fork").Pool(1) as process:
+        warnings.filterwarnings("ignore", ".*use of fork.*", DeprecationWarning)
+        return process.apply(_make_plan, (config, setting, machine))
+
+
+def _make_plan(config: Config, setting: Setting, machine: Machine) -> Plan:
     imports = float(psutil.Process().memory_info().rss)
+    if not setting.on_gpu:
+        reuse_freed_memory()
     run = DryRun(config, setting)
     profile = run()
     phases: dict[str, Rows] = {name: tidy(peak.parts) for name, peak in profile.phases.items()}

@@ -174,10 +174,10 @@ class _Builder:
             return None
         if sections(kind):
             return self._section_of(value, sections(kind), path)
-        if any(get_origin(option) is dict for option in options):
+        dicts, lists = ([option for option in options if get_origin(option) is origin] for origin in (dict, tuple))
+        options = tuple(option for option in options if option not in dicts + lists)
+        if dicts and (isinstance(value, dict) or options in ((), (type(None),))):
             return self._free(value, path)
-        lists = [option for option in options if get_origin(option) is tuple]
-        options = tuple(option for option in options if option not in lists)
         if lists and (isinstance(value, list) or options in ((), (type(None),))):
             return self._list(value, get_args(lists[0])[0], path)
         result = _scalar(value, options[0], self.document.texts.get(path, str(value)))

@@ -22,7 +22,6 @@ EACH_NUMBER_BY_ITSELF = (
     torch.optim.Adamax,
     torch.optim.SGD,
     torch.optim.RMSprop,
-    torch.optim.Adagrad,
     torch.optim.Adadelta,
 )
 

@@ -68,6 +68,8 @@ def offload(
     when the stack closes. Raises ValueError if the disk has no room.
     """
     lm: Any = reference.lm
+    if device.type == "cpu":
+        device = torch.device("cpu")  # a rank's is called cpu:0, which the loading of weights does not know
     if where == "cpu":
         cpu_offload(lm, execution_device=device)
         return

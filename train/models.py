@@ -105,8 +105,9 @@ def place_models(
     """Puts models where they run, but for what `Ranks.prepare` will wrap. Comes before the optimizer is made."""
     args, kept = config.alg.policy.args, dict(models.frozen)
     if args.reference_quantization is not None:
-        frozen.shrink(models.frozen["reference"], args.reference_quantization)
+        frozen.shrink(models.frozen["reference"], args.reference_quantization, ranks.device)
     if args.reference_device is not None:
+        ranks.strategy.cast(models.frozen["reference"])
         aside = folder / "offload" / f"rank_{ranks.process_index}"
         frozen.offload(kept.pop("reference"), args.reference_device, ranks.device, aside, stack)
     if not placement.spread(config, models.actor_critic, kept, gpus, ranks.broadcast):

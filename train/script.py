@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from envs.pool import EnvError, WorkerError
+from envs.rewards.contract import RewardError
 from train.launching import LaunchError
 
 # EnvError and WorkerError come from a user's reward or task; their message holds the worker's own traceback. A
 # FloatingPointError names the samples or the gradient that is not finite.
-MENDABLE = (ValueError, FileNotFoundError, FloatingPointError, EnvError, WorkerError, LaunchError)
+MENDABLE = (ValueError, FileNotFoundError, FloatingPointError, EnvError, WorkerError, RewardError, LaunchError)
 
 
 def expect_algorithm(given: str, *own: str) -> None:

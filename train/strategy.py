@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from train.placement import is_spread, wrap_data_parallel
 
@@ -26,6 +27,9 @@ class Strategy(Protocol):
 
     def prepare(self, model: nn.Module, optimizer: Any, max_grad_norm: float) -> tuple[Any, Any]:
         """Wraps policy and critic, and the optimizer of some or all of their parameters."""
+
+    def cast(self, module: nn.Module) -> None:
+        """Gives a frozen model that is not placed the precision of those that are."""
 
     def place(self, module: nn.Module) -> nn.Module:
         """A frozen language model (reference, mask policy) where it is to run, in parts if the strategy says so."""
@@ -75,6 +79,8 @@ class Replicated:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator, self.device = accelerator, accelerator.device
+        if accelerator.mixed_precision not in ("no", "bf16"):
+            raise ValueError(f"mixed_precision {accelerator.mixed_precision} is not available: use bf16")
         self.name = "ddp" if accelerator.num_processes > 1 else "single"
 
     def prepare(self, model: nn.Module, optimizer: Any, max_grad_norm: float) -> tuple[Any, Any]:
@@ -85,11 +91,14 @@ class Replicated:
         wrapped = wrap_data_parallel(in_precision) if self.accelerator.num_processes > 1 else in_precision
         return wrapped, self.accelerator.prepare(optimizer)
 
+    def cast(self, module: nn.Module) -> None:
+        """As it is: forwards run in mixed precision."""
+
     def place(self, module: nn.Module) -> nn.Module:
         return module.to(self.device)
 
     def unwrap(self, model: Any) -> Any:
-        return self.accelerator.unwrap_model(model)
+        return model.module if isinstance(model, DistributedDataParallel) else model
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         context: contextlib.AbstractContextManager[Any] = self.accelerator.autocast()

@@ -69,9 +69,7 @@ class DeepSpeed:
     def _initialize(self, module: nn.Module, config: dict[str, Any], optimizer: Any = None) -> Any:
         import deepspeed
 
-        if self.bf16:
-            for parameter in module.parameters():
-                parameter.data = parameter.data.to(torch.bfloat16)
+        self.cast(module)
         if self.stage == 3:
             # One parameter after another: the engine itself would first move all of them to the GPU.
             remote = (config["zero_optimization"].get("offload_param") or {}).get("device")
@@ -100,12 +98,15 @@ class DeepSpeed:
         )
         return _Engine(engine), engine.optimizer
 
-    def place(self, module: nn.Module) -> nn.Module:
-        if self.stage == 3:
-            return self._initialize(module, engine_config(self.config, numel(module), train=False)).module  # type: ignore[no-any-return]
+    def cast(self, module: nn.Module) -> None:
         if self.bf16:
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
+
+    def place(self, module: nn.Module) -> nn.Module:
+        if self.stage == 3:
+            return self._initialize(module, engine_config(self.config, numel(module), train=False)).module  # type: ignore[no-any-return]
+        self.cast(module)
         return module.to(self.device)
 
     def unwrap(self, model: Any) -> Any:

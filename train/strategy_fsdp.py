@@ -75,6 +75,9 @@ class FSDP2:
             fully_shard(block, **options)
         fully_shard(model, **options)
 
+    def cast(self, module: nn.Module) -> None:
+        """As it is: forwards run in mixed precision."""
+
     def place(self, module: nn.Module) -> nn.Module:
         self._shard(module, reshard_after_forward=True)  # no backward pass would reshard it
         _settle_root(module)

@@ -72,6 +72,9 @@ class TensorParallel:
             model.forward = self.accelerator.autocast()(model.forward)
         return model, optimizer
 
+    def cast(self, module: nn.Module) -> None:
+        """As it is: forwards run in mixed precision."""
+
     def place(self, module: Any) -> nn.Module:
         cut_up(module.lm, self.mesh)
         placed: nn.Module = module.to(self.device)

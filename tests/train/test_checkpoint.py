@@ -37,7 +37,7 @@ class Parts:
         self.sampler.update([1], [float(self.model[0].bias.detach().abs().sum())])
 
     def arguments(self) -> dict[str, Any]:
-        alone = SimpleNamespace(process_index=0, num_processes=1, device="cpu")
+        alone = SimpleNamespace(process_index=0, num_processes=1, device="cpu", mixed_precision="no")
         calls = {"broadcast": lambda x: x, "barrier": lambda: None, "strategy": Replicated(alone)}
         ranks = SimpleNamespace(is_main=True, world_size=1, **calls)
         wrapped = (self.model, self.optimizer)
