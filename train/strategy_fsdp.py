@@ -119,11 +119,13 @@ class FSDP2:
     @contextlib.contextmanager
     def in_parts(self, *modules: nn.Module) -> Iterator[None]:
         # Decoding calls the model inside a module, and with it each block's hooks, but not the module's own.
-        own = [module for module in modules if isinstance(module, FSDPModule) and module not in self.open]
+        outermost = [part for module in modules for part in sharded_parts(module)[:1]]
+        own = [part for part in outermost if part not in self.open]
         for module in own:
             module.unshard()
         try:
-            yield
+            with _without_hooks(own):
+                yield
         finally:
             for module in own:
                 module.reshard()
