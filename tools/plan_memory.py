@@ -71,6 +71,13 @@ class Peak:
         return sum(self.parts.values())
 
 
+@dataclass
+class _Entry:
+    purpose: str
+    n: int
+    storage: Any = None
+
+
 class Ledger(TorchDispatchMode):
     """While it is on, keeps count of the storages that are alive.
 
@@ -85,7 +92,7 @@ class Ledger(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.peak = Peak()
         self._highest = self._total = 0
-        self._known: dict[int, tuple[Any, list[str]]] = {}
+        self._known: dict[int, _Entry] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default:
@@ -109,17 +116,18 @@ class Ledger(TorchDispatchMode):
         key, n = storage._cdata, 0 if self.blind else storage.nbytes()
         if key in self._known:
             return
-        purpose = [self.kind(func, args, x) or self.purpose]
+        entry = _Entry(self.kind(func, args, x) or self.purpose, n)
         block = self.heap.take(n) if self.heap else None
 
         def gone(_: Any) -> None:
             del self._known[key]
-            self._change(purpose[0], -n)
+            self._change(entry.purpose, -n)
             if self.heap:
                 self.heap.give(block)
 
-        self._known[key] = (weakref.ref(storage, gone), purpose)
-        self._change(purpose[0], n)
+        entry.storage = weakref.ref(storage, gone)
+        self._known[key] = entry
+        self._change(entry.purpose, n)
 
     def _change(self, purpose: str, n: int) -> None:
         self.live[purpose] += n
@@ -130,10 +138,9 @@ class Ledger(TorchDispatchMode):
     def rename(self, x: Tensor, purpose: str) -> None:
         """What a tensor's memory is for, said once it is known."""
         if (entry := self._known.get(x.untyped_storage()._cdata)) is not None:
-            n = x.untyped_storage().nbytes()
-            self.live[entry[1][0]] -= n
-            self.live[purpose] += n
-            entry[1][0] = purpose
+            self.live[entry.purpose] -= entry.n
+            self.live[purpose] += entry.n
+            entry.purpose = purpose
 
     @contextlib.contextmanager
     def during(self, purpose: str) -> Iterator[None]:

@@ -28,6 +28,7 @@ CUDA, CACHED = 0.75 * 2**30, 0.05
 """On a GPU: CUDA's context and libraries; the share of tensors that lies fallow in torch's allocator. Assumed."""
 CUDA_HOST = 2 * 2**30
 """Main memory of a process that uses a GPU, without models. Assumed."""
+LIBRARIES, HOLES = "Python and its libraries", "holes between the allocator's blocks"
 Rows = dict[str, float]
 
 
@@ -131,11 +132,11 @@ def _on_gpu(name: str, capacity: float, phases: Mapping[str, Rows]) -> Device:
 
 
 def _on_cpu(setting: Setting, profile: Profile, phases: Mapping[str, Rows], imports: float) -> Device:
-    beside = {"Python and its libraries": imports + AFTER_IMPORTS}
+    beside = {LIBRARIES: imports, "tokenizer, samples, workers' ends": AFTER_IMPORTS}
     most = max(sum(rows.values()) for rows in phases.values())
     if profile.grown is not None:
         mapped = sum(n for row, n in profile.layout.held.items() if not profile.layout.is_in_heap(row))
-        beside["holes between the allocator's blocks"] = max(0.0, mapped + profile.grown - most)
+        beside[HOLES] = max(0.0, mapped + profile.grown - most)
     name = "each process" if setting.processes > 1 else "the process"
     return Device(name=name, capacity=setting.capacity, phases=phases, beside=beside)
 
@@ -207,7 +208,7 @@ def _host(config: Config, setting: Setting, models: Models, profile: Profile, de
     if not setting.on_gpu:
         device = devices[0]
         running = {f"{n} process{'es' if n > 1 else ''}": n * device.peak, **beside}
-        beside["Python and its libraries"] = n * device.beside["Python and its libraries"]
+        beside[LIBRARIES] = n * device.beside[LIBRARIES]
         return {"loading": {**_loaded(config, setting, models), **beside}, "training": running}
     beside["processes that use GPUs (assumed)"] = n * CUDA_HOST
     aside: Rows = {row: float(n * x) for row, x in profile.layout.host.items() if x}
